@@ -1,0 +1,203 @@
+"""The data contract: every column of every Parquet table that one stage writes and another reads.
+
+A reader follows one record by `trace_id`: collect_traces writes it, every later table carries it. Arrays are
+`list<...>` columns whose shape stands in the column's description; T is the number of response tokens, P of prompt tokens,
+K the entries kept per token, S the number of steps.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+
+def column(name: str, dtype: pa.DataType, meaning: str, *, nullable: bool = False) -> pa.Field:
+    return pa.field(name, dtype, nullable=nullable, metadata={"meaning": meaning})
+
+
+def _list(dtype: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", dtype, nullable=False))
+
+
+def _rows(dtype: pa.DataType, width: int) -> pa.DataType:
+    return _list(pa.list_(pa.field("element", dtype, nullable=False), width))
+
+
+TRACE_ID = column("trace_id", pa.string(), "sha256 over prompt, teacher, sampling contract and seed; the key of every join")
+PROMPT_ID = column("prompt_id", pa.string(), "stable id of the prompt: the user's own, or sha256 of its text")
+
+_TRACE = [
+    TRACE_ID,
+    PROMPT_ID,
+    column("dimension", pa.string(), "what the prompt tests, e.g. multi_hop, tool_use, trivial"),
+    column("split", pa.string(), "train or heldout, by a hash of prompt_id"),
+    column("prompt", pa.string(), "the user's text before the chat template"),
+    column("prompt_token_ids", _list(pa.int32()), "[P] after the chat template"),
+    column("response", pa.string(), "the teacher's sampled answer, decoded"),
+    column("response_token_ids", _list(pa.int32()), "[T] with the closing EOS where the teacher wrote one"),
+    column("entropy_nats", _list(pa.float32()), "[T] entropy of the teacher's full next-token distribution, nats"),
+    column("key_token_score", _list(pa.float32()), "[T] in [0, 1]: how much the token carries the decision"),
+    column("step_starts", _list(pa.int32()), "[S] index into the response where each reasoning step (sentence) begins"),
+    column("stop_reason", pa.string(), "eos or length"),
+]
+
+
+def traces_topk(k: int) -> pa.Schema:
+    """Teacher traces with the `topk` store: k log-probabilities of the full softmax at T = 1 and the tail's mass as one bucket."""
+    return pa.schema(
+        [
+            *_TRACE,
+            column("topk_token_ids", _rows(pa.int32(), k), "[T, K] in falling order of probability"),
+            column("topk_logprobs", _rows(pa.float16(), k), "[T, K] log-probabilities of the full softmax, nats"),
+            column("tail_logmass", _list(pa.float32()), "[T] log of the probability outside the top K, nats"),
+        ]
+    )
+
+
+def traces_sampled(k: int) -> pa.Schema:
+    """Teacher traces with the `sampled` store (arXiv 2503.16870): importance counts, unbiased for the cross-entropy."""
+    return pa.schema(
+        [
+            *_TRACE,
+            column("sampled_token_ids", _rows(pa.int32(), k), "[T, K] tokens drawn from the teacher's distribution at T = 1"),
+            column("sampled_weights", _rows(pa.float16(), k), "[T, K] importance weight of each draw; a row sums to 1"),
+        ]
+    )
+
+
+TRACE_STORES = {"topk": traces_topk, "sampled": traces_sampled}
+
+REJECTED = pa.schema(
+    [
+        column("source", pa.string(), "the file's base name"),
+        column("row", pa.int64(), "line or row number in the source, from 1"),
+        column("record", pa.string(), "the record as read, cut at 2,000 characters"),
+        column("reason", pa.string(), "why it was refused: field, value, what is allowed"),
+    ]
+)
+
+ACTIVATIONS = pa.schema(
+    [
+        column("site", pa.string(), "input of a group of linear layers, e.g. layers.3.mlp_in"),
+        column("layer", pa.int32(), "decoder layer, from 0"),
+        column("position_from", pa.int32(), "first position of the bucket"),
+        column("position_to", pa.int32(), "one past its last position"),
+        column("tokens", pa.int64(), "tokens observed in the bucket"),
+        column("absmax", pa.float32(), "largest |x|"),
+        column("rms", pa.float32(), "root mean square of x"),
+        column("main_absmax", pa.float32(), "|x| at the main quantile: what the main scale has to hold"),
+        column("outlier_share", pa.float32(), "share of values beyond main_absmax of the position table"),
+        column("kurtosis", pa.float32(), "fourth standardised moment of x (3 for a Gaussian)"),
+        column("bimodality", pa.float32(), "Sarle's coefficient of log|x|, above 5/9 suggests two modes"),
+    ]
+)
+
+K_NORMS = pa.schema(
+    [
+        column("layer", pa.int32(), "decoder layer, from 0"),
+        column("position", pa.int32(), "token position in the sequence"),
+        column("sequences", pa.int64(), "sequences observed at this position"),
+        column("k_norm_mean", pa.float32(), "mean over heads and sequences of the L2 norm of K after rotation"),
+        column("k_norm_std", pa.float32(), "standard deviation of the same"),
+    ]
+)
+
+KV_COST = pa.schema(
+    [
+        TRACE_ID,
+        column("position", pa.int32(), "position of the decoded token in the sequence"),
+        column("kv_bytes", pa.int64(), "bytes of K and V held for all layers when this token attends"),
+        column("update_us", pa.float32(), "microseconds spent in the cache's update for this token, all layers"),
+    ]
+)
+
+LABELS = pa.schema(
+    [
+        TRACE_ID,
+        PROMPT_ID,
+        column("step", pa.int32(), "reasoning step of the trace, from 0"),
+        column("annotator", pa.string(), "who rated"),
+        column("rating", pa.int32(), "1 (wrong) to 5 (exemplary)"),
+        column("overload", pa.bool_(), "the annotator saw cognitive overload"),
+        column("guardrail", pa.bool_(), "a guard-rail was triggered"),
+        column("comment", pa.string(), "free text", nullable=True),
+    ]
+)
+
+HARD_SAMPLES = pa.schema(
+    [
+        TRACE_ID,
+        PROMPT_ID,
+        column("ratings", pa.int32(), "number of ratings"),
+        column("rating_mean", pa.float32(), "mean rating"),
+        column("rating_min", pa.int32(), "lowest rating of any step"),
+        column("hard", pa.bool_(), "a step rated <= 2, an overload or a guard-rail"),
+        column("reasons", _list(pa.string()), "which of low_rating, overload, guardrail hold"),
+    ]
+)
+
+TRAINING = pa.schema(
+    [
+        column("step", pa.int32(), "optimizer step, from 1"),
+        column("phase", pa.string(), "warmup, joint or finetune"),
+        column("metric", pa.string(), "e.g. loss_nats, kl_forward_nats, response_tokens"),
+        column("value", pa.float64(), "its value at this step"),
+    ]
+)
+
+TRAINING_TIMES = pa.schema(
+    [
+        column("step", pa.int32(), "optimizer step, from 1"),
+        column("time_ms", pa.int64(), "wall clock at its end, milliseconds since the epoch"),
+        column("seconds", pa.float64(), "duration of the step"),
+    ]
+)
+
+SCORES = pa.schema(
+    [
+        column("scheme", pa.string(), "fp32, w4a16_rtn, w4a4_plain, w4a4_dual or w4a4_distilled"),
+        column("perplexity", pa.float64(), "exp of the mean nats per token on the evaluation text"),
+        column("nll_text", pa.float64(), "nats per token on the evaluation text"),
+        column("nll_heldout", pa.float64(), "nats per token of the teacher's answers to held-out prompts"),
+        column("pmr", pa.float64(), "policy match rate on held-out decisions: 1 - mean Jensen-Shannon divergence in bits"),
+        column("effective_bits", pa.float64(), "bits per quantised weight, scales and zero points included"),
+        column("effective_bits_activation", pa.float64(), "bits per quantised activation, flags and scales included"),
+        column("memory_bytes", pa.int64(), "bytes of the parameters in the form that would be deployed"),
+        column("quantizer_digest", pa.string(), "sha256 of the scheme's quantiser configuration"),
+    ]
+)
+
+LATENCIES = pa.schema(
+    [
+        column("scheme", pa.string(), "as in the scores"),
+        column("latency_p50_ms", pa.float64(), "median milliseconds per decoded token, batch 1"),
+        column("latency_p95_ms", pa.float64(), "95th percentile of the same"),
+        column("latency_of", pa.string(), "deployed, or simulated where low-bit arithmetic is imitated in fp32"),
+    ]
+)
+
+TRACE_SCORES = pa.schema(
+    [
+        TRACE_ID,
+        column("scheme", pa.string(), "as in the scores"),
+        column("tokens", pa.int32(), "response tokens scored"),
+        column("nll_nats", pa.float64(), "sum over the response of -log p(token), nats"),
+        column("jsd_bits", pa.float64(), "sum over the response of the Jensen-Shannon divergence to the teacher, bits"),
+    ]
+)
+
+LAYER_ERRORS = pa.schema(
+    [
+        column("scheme", pa.string(), "as in the scores"),
+        column("layer", pa.int32(), "decoder layer, from 0"),
+        column("relative_error", pa.float64(), "|h_S - h_T| / |h_T| of the layer's output, mean over held-out tokens"),
+    ]
+)
+
+GENERATIONS = pa.schema(
+    [
+        PROMPT_ID,
+        column("scheme", pa.string(), "as in the scores"),
+        column("prompt", pa.string(), "the user's text"),
+        column("text", pa.string(), "greedy continuation"),
+    ]
+)
