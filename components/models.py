@@ -1,0 +1,119 @@
+"""Load teacher and student, and say whether the two can be compared.
+
+A model path is a folder in Hugging Face layout or a single GGUF file. A GGUF file is converted once into a safetensors folder in
+a local cache (REFLUX_CACHE, default ~/.cache/reflux), because dequantising it takes about as long as a training step. The vocabulary
+is the tokenizer's: models of one tokenizer may pad their embedding to different sizes, and those rows mean nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a model folder or GGUF file. ValueError if there is none that can be used for chat."""
+    folder, options = _location(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model {path}: no usable tokenizer ({error})") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model {path}: the tokenizer has no EOS token, so no answer could ever end")
+    if tokenizer.chat_template is None:
+        raise ValueError(f"model {path}: the tokenizer has no chat template; reflux asks its teacher through one")
+    return tokenizer
+
+
+def load_model(path: Path, dtype: str = "float32") -> Any:
+    """A causal language model in eval mode, without gradients. ValueError names the path and the cause."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: allowed are {sorted(DTYPES)}")
+    folder = _converted(path) if path.suffix == ".gguf" else path
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model {path}: cannot be loaded ({error})") from error
+    return model.eval().requires_grad_(False)
+
+
+def context_length(path: Path) -> int:
+    """Tokens that the model can attend to, prompt and answer together."""
+    folder, options = _location(path)
+    return int(AutoConfig.from_pretrained(folder, **options).max_position_embeddings)
+
+
+def chat_token_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """[P] the user's prompt after the chat template, ready for the answer's first token."""
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """sha256 over vocabulary and special tokens: equal fingerprints mean that token ids can be compared."""
+    return _sha256({"vocab": tokenizer.get_vocab(), "special": sorted(map(str, tokenizer.all_special_tokens))})
+
+
+def template_fingerprint(tokenizer: Any) -> str:
+    """sha256 of the chat template."""
+    return _sha256(tokenizer.chat_template)
+
+
+def require_same_tokenizer(teacher: Any, student: Any) -> None:
+    """Refuse a pair whose token ids differ: token-level objectives would compare different words (objectives.md, rule 5)."""
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    differing = [token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token)]
+    if differing:
+        sample = ", ".join(repr(token) for token in sorted(differing)[:3])
+        raise ValueError(
+            f"teacher and student do not share a tokenizer: {len(differing)} tokens have other ids or are missing (e.g. {sample}; "
+            f"sizes {len(theirs)} and {len(ours)}). Token-level distillation needs one tokenizer: choose a student of the same family"
+        )
+    if teacher.eos_token_id != student.eos_token_id:
+        raise ValueError(
+            f"teacher ends answers with {teacher.eos_token!r}, student with {student.eos_token!r}: the student would learn not to stop"
+        )
+
+
+def _location(path: Path) -> tuple[str, dict[str, Any]]:
+    if path.suffix == ".gguf":
+        return str(path.parent), {"gguf_file": path.name}
+    return str(path), {"local_files_only": True}
+
+
+def _converted(gguf: Path) -> Path:
+    """The safetensors folder made from a GGUF file, written once and moved into place whole."""
+    with gguf.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    cache = Path(os.environ.get("REFLUX_CACHE", Path.home() / ".cache" / "reflux")) / "models"
+    folder = cache / digest[:32]
+    if folder.exists():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    model.is_quantized, model.hf_quantizer = False, None  # the weights are plain tensors now; the flag would refuse training
+    del model.config.quantization_config
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache))
+    try:
+        model.save_pretrained(partial)
+        os.replace(partial, folder)
+    except OSError:
+        if not folder.exists():  # another process may have finished first: its folder is as good
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
