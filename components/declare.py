@@ -1,0 +1,311 @@
+"""One frozen dataclass per stage, three uses: KFP component, command line, and the key under which results are stored.
+
+A stage's `config.py` holds the only definition of its parameters. This module turns it into a KFP container component
+(`container_component`), into flags (`to_argparse`), and into the three groups that the store cares about: key fields
+change the result and are hashed, settings (`setting`) cannot change it, and sources (`source`) name something whose
+content, not whose address, is hashed. KFP is imported only when a component is first put into a pipeline, so that a
+stage's container and `--help` start without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar, get_type_hints
+
+IMAGE = "reflux/python-stages:0.1.0"
+"""Image of every stage; REFLUX_IMAGE overrides it at compile time. kfp's local runner wants "python" in the name."""
+
+PLATFORM_PARAMETERS = {
+    "store": "Root of the store: file:///dir, /dir or s3://bucket/prefix.",
+    "run": "Name of the pipeline run that this stage belongs to.",
+}
+
+_SCALARS: dict[type, str] = {str: "text", int: "a whole number", float: "a finite number", bool: "true or false"}
+_REQUIRED = inspect.Parameter.empty
+_LISTS: dict[Any, type] = {list[item]: item for item in (str, int, float)}  # type: ignore[valid-type]
+
+Config = TypeVar("Config")
+
+
+def source(default: str = "") -> Any:
+    """A field that holds a URI or hub id whose content, by digest, is a parent of the result. "" means none."""
+    return dataclasses.field(default=default, metadata={"role": "source"})
+
+
+def setting(default: Any) -> Any:
+    """A field that cannot change the result: device, workers, how often a checkpoint is written."""
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata={"role": "setting"})
+    return dataclasses.field(default=default, metadata={"role": "setting"})
+
+
+def key_fields(config: Any) -> dict[str, Any]:
+    """The fields that change the result: plain dataclass fields."""
+    return _fields_of_role(config, "key")
+
+
+def other_fields(config: Any) -> dict[str, Any]:
+    """The settings: recorded beside a result, not part of its key."""
+    return _fields_of_role(config, "setting")
+
+
+def source_fields(config: Any) -> dict[str, str]:
+    """Field name -> URI of every source that is given."""
+    return {name: uri for name, uri in _fields_of_role(config, "source").items() if uri}
+
+
+def field_docs(config_class: type) -> dict[str, str]:
+    """Field name -> the docstring literal under it."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0].body  # type: ignore[attr-defined]
+    docs: dict[str, str] = {}
+    for node, follower in itertools.pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(follower, ast.Expr):
+            docs[node.target.id] = inspect.cleandoc(ast.literal_eval(follower.value))
+    return docs
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The known name that looks most like a mistyped one."""
+    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+
+
+def from_mapping(config_class: type[Config], mapping: Mapping[str, Any]) -> Config:
+    """A config from JSON-like values, as KFP delivers them (10.0 for the int 10).
+
+    ValueError names the field, the value and what is allowed: an unknown name, a missing one, a wrong type, or what the
+    config's own `__post_init__` refuses.
+    """
+    types = _types(config_class)
+    values = {
+        name: _coerce(config_class, name, _known_type(config_class, name, types), value)
+        for name, value in mapping.items()
+    }
+    required = {f.name for f in dataclasses.fields(config_class) if _default(f) is _REQUIRED}  # type: ignore[arg-type]
+    missing = sorted(required - values.keys())
+    if missing:
+        raise ValueError(f"{_label(config_class)}: no value for {', '.join(missing)}, which has no default")
+    return config_class(**values)
+
+
+def parse_value(config_class: type, name: str, text: str) -> Any:
+    """The value of field `name` written as text: `true`, `3`, `a,b` or a JSON list. ValueError as in `from_mapping`."""
+    kind = _known_type(config_class, name, _types(config_class))
+    refusal = ValueError(f"{_label(config_class)}.{name}: {text!r} is not {_meaning(kind)}")
+    try:
+        if kind in _LISTS:
+            is_json = text.lstrip().startswith("[")
+            value = json.loads(text) if is_json else [_scalar(_LISTS[kind], item) for item in text.split(",") if item]
+        else:
+            value = _scalar(kind, text)
+    except ValueError:
+        raise refusal from None
+    return _coerce(config_class, name, kind, value)
+
+
+def to_argparse(config_class: type, parser: argparse.ArgumentParser) -> None:
+    """Add one flag per field. A flag not given is absent from the namespace: `from_mapping` applies the default."""
+    docs = field_docs(config_class)
+    for f in dataclasses.fields(config_class):
+        default = _default(f)
+        required = default is _REQUIRED
+        note = "(required)" if required else f"(default: {json.dumps(default)})"
+        parser.add_argument(
+            flag(f.name),
+            dest=f.name,
+            type=_argparse_type(config_class, f.name),
+            required=required,
+            default=argparse.SUPPRESS,
+            metavar=_meaning(_types(config_class)[f.name]).split()[-1].upper(),
+            help=f"{docs.get(f.name, '')} {note}".strip().replace("%", "%%"),
+        )
+
+
+def flag(name: str) -> str:
+    """top_k -> --top-k"""
+    return "--" + name.replace("_", "-")
+
+
+def container_component(
+    name: str,
+    config_class: type,
+    *,
+    inputs: Collection[str] = (),
+    outputs: Collection[str] = (),
+    html: Collection[str] = (),
+    image: str | None = None,
+) -> Component:
+    """Declare stage `name`: its parameters are the config's fields plus `store` and `run`, its artifacts are manifests.
+
+    `name` is the stage's folder under reflux.components, or the dotted package of a stage that lives elsewhere. `html`
+    are pages that KFP shows, each served from the shard `<html>.html` of the stage's artifact. ValueError for names
+    that clash and for field types that KFP cannot carry.
+    """
+    for name_of_field, kind in _types(config_class).items():
+        label = f"{_label(config_class)}.{name_of_field}"
+        if kind not in _SCALARS and kind not in _LISTS:
+            raise ValueError(
+                f"{label}: type {kind} is not allowed; use str, int, float, bool, list[str], list[int] or list[float]"
+            )
+        if name_of_field in {*inputs, *html, *PLATFORM_PARAMETERS}:
+            raise ValueError(f"{label}: the name is taken by an artifact or by a parameter of every stage")
+    return Component(
+        name=name,
+        config_class=config_class,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        html=tuple(html),
+        image=image,
+    )
+
+
+def parameter_name(field: str, artifacts: Collection[str]) -> str:
+    """The KFP parameter of a config field. KFP has one namespace for parameters and artifacts: where a stage makes the
+    artifact `student` from the source `student`, the source's parameter is `student_uri`."""
+    return f"{field}_uri" if field in artifacts else field
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Component:
+    """A declared stage. Called inside a pipeline with artifacts and parameters it gives KFP's task, with caching off.
+
+    KFP's cache compares URI strings and would hide a file that changed behind the same URI; the store's own reuse
+    compares content.
+    """
+
+    name: str
+    config_class: type
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    html: tuple[str, ...]
+    image: str | None
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.kfp(**arguments).set_caching_options(enable_caching=False)
+
+    @functools.cached_property
+    def kfp(self) -> Any:
+        """The KFP container component."""
+        from kfp import dsl
+
+        image = self.image or os.environ.get("REFLUX_IMAGE", IMAGE)
+
+        def component(*_: Any) -> Any:
+            return dsl.ContainerSpec(
+                image=image,
+                command=["python3", "-m", "reflux.components", self.name],
+                args=["--executor-input", dsl.PIPELINE_TASK_EXECUTOR_INPUT_PLACEHOLDER],
+            )
+
+        component.__name__ = self.name.rpartition(".")[2]
+        component.__doc__ = self._docstring()
+        component.__signature__ = self._signature()  # type: ignore[attr-defined]
+        return dsl.container_component(component)
+
+    def _signature(self) -> inspect.Signature:
+        from kfp import dsl
+
+        def parameter(name: str, kind: Any, default: Any = _REQUIRED) -> inspect.Parameter:
+            return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+
+        types = _types(self.config_class)
+        return inspect.Signature(
+            [
+                *(parameter(name, dsl.Input[dsl.Dataset]) for name in self.inputs),
+                *(parameter(name, dsl.Output[dsl.Dataset]) for name in self.outputs),
+                *(parameter(name, dsl.Output[dsl.HTML]) for name in self.html),
+                *(parameter(name, str) for name in PLATFORM_PARAMETERS),
+                *(
+                    parameter(parameter_name(f.name, self.outputs), types[f.name], _default(f))
+                    for f in dataclasses.fields(self.config_class)
+                ),
+            ]
+        )
+
+    def _docstring(self) -> str:
+        docs = {parameter_name(name, self.outputs): text for name, text in field_docs(self.config_class).items()}
+        lines = [f"    {name}: {' '.join(text.split())}" for name, text in (PLATFORM_PARAMETERS | docs).items()]
+        return "\n".join([inspect.cleandoc(self.config_class.__doc__ or ""), "", "Args:", *lines])
+
+
+def _fields_of_role(config: Any, role: str) -> dict[str, Any]:
+    """Values in their declared type, so that lr=1 written in Python and 1.0 delivered by KFP are one key."""
+    cls = type(config)
+    types = _types(cls)
+    fields = (f for f in dataclasses.fields(config) if f.metadata.get("role", "key") == role)
+    return {f.name: _coerce(cls, f.name, types[f.name], getattr(config, f.name)) for f in fields}
+
+
+def _types(config_class: type) -> dict[str, Any]:
+    return get_type_hints(config_class)
+
+
+def _label(config_class: type) -> str:
+    """DistillConfig -> distill: people write `distill.top_k`, not the class."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", config_class.__name__.removesuffix("Config")).lower()
+
+
+def _known_type(config_class: type, name: str, types: Mapping[str, Any]) -> Any:
+    known = [f.name for f in dataclasses.fields(config_class)]
+    if name not in known:
+        near = f"did you mean {nearest(name, known)}? " if known else ""
+        raise ValueError(f"{_label(config_class)}.{name}: no such field; {near}Known: {', '.join(known)}")
+    return types[name]
+
+
+def _meaning(kind: Any) -> str:
+    return _SCALARS[kind] if kind in _SCALARS else f"a list of {_SCALARS[_LISTS[kind]].removeprefix('a ')} values"
+
+
+def _default(f: dataclasses.Field[Any]) -> Any:
+    if f.default_factory is not dataclasses.MISSING:
+        return f.default_factory()
+    return _REQUIRED if f.default is dataclasses.MISSING else f.default
+
+
+def _coerce(config_class: type, name: str, kind: Any, value: Any) -> Any:
+    refusal = ValueError(f"{_label(config_class)}.{name}: {value!r} is not {_meaning(kind)}")
+    if kind in _LISTS:
+        if not isinstance(value, list):
+            raise refusal
+        return [_coerce(config_class, name, _LISTS[kind], item) for item in value]
+    if isinstance(value, bool) != (kind is bool):  # bool is an int to Python, not to people
+        raise refusal
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind is float and isinstance(value, int | float):
+        if not math.isfinite(value):
+            raise refusal
+        return float(value)
+    if not isinstance(value, kind):
+        raise refusal
+    return value
+
+
+def _scalar(kind: type, text: str) -> Any:
+    if kind is not bool:
+        return kind(text)
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
+def _argparse_type(config_class: type, name: str) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            return parse_value(config_class, name, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
