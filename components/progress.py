@@ -1,8 +1,8 @@
 """Progress lines and live metric points: how long work tells the outside where it stands.
 
 A stage calls `report` as it goes and never knows who reads it. In a pod's log a line of text appears every few
-seconds; under a parent that draws a bar (REFLUX_PROGRESS=json) the same report is one JSON line, which `parse` reads back. Metric
-points go to listeners; tracking is one.
+seconds; under a parent that draws a bar (REFLUX_PROGRESS=json) the same report is one JSON line, which `parse` reads
+back. Metric points go to listeners; tracking is one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricPoint:
-    """Values of one training step. `time_ms` (since the epoch) comes from the checkpoint: a resumed stage repeats it."""
+    """Values of one step. `time_ms` (since the epoch) comes from the checkpoint, so a resumed stage repeats it."""
 
     step: int
     time_ms: int
