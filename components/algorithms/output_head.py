@@ -1,0 +1,48 @@
+"""From final hidden states to logits, a few rows at a time.
+
+A model's own forward makes the logits of all its tokens at once; at full vocabulary that is most of the memory of an
+evaluation. Here the body runs alone and the head is applied to the rows that are asked for, with the transforms that
+some families put behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OutputHead = Callable[[Tensor], Tensor]
+
+
+def final_hidden_states(model: Any, input_BT: Tensor, mask_BT: Tensor, position_BT: Tensor) -> Tensor:
+    """[B, T, D] what the output head reads: the last layer's output after the final norm."""
+    return model.model(
+        input_ids=input_BT, attention_mask=mask_BT, position_ids=position_BT, use_cache=False
+    ).last_hidden_state
+
+
+def output_head(model: Any) -> OutputHead:
+    """[N, D] hidden states -> [N, P] logits: projection, scale and soft cap. Keeps the projection alive, not the model.
+
+    The result is compared with the model's own forward once, on three tokens: ValueError if this family transforms its
+    logits in a way that is not known here.
+    """
+    projection = model.get_output_embeddings()
+    factor = getattr(model.config, "logit_scale", None) or 1.0  # Cohere
+    divisor = getattr(model.config, "logits_scaling", None) or 1.0  # Granite
+    cap = getattr(model.config, "final_logit_softcapping", None)  # Gemma
+
+    def head(hidden_ND: Tensor) -> Tensor:
+        logits_NP = projection(hidden_ND) * factor / divisor if factor != divisor else projection(hidden_ND)
+        return logits_NP if cap is None else torch.tanh(logits_NP / cap) * cap
+
+    with torch.no_grad():
+        input_BT = torch.zeros(1, 3, dtype=torch.long)
+        mask_BT, position_BT = torch.ones_like(input_BT), torch.arange(3)[None]
+        own_NP = model(input_ids=input_BT, attention_mask=mask_BT, position_ids=position_BT).logits[0]
+        ours_NP = head(final_hidden_states(model, input_BT, mask_BT, position_BT)[0])
+    if not torch.allclose(own_NP, ours_NP, rtol=1e-2, atol=1e-2):
+        raise ValueError(f"{type(model).__name__}: its logits are transformed in a way that reflux does not know")
+    return head
