@@ -1,8 +1,9 @@
 """Load teacher and student, and say whether the two can be compared.
 
-A model path is a folder in Hugging Face layout or a single GGUF file. A GGUF file is converted once into a safetensors folder in
-a local cache (REFLUX_CACHE, default ~/.cache/reflux), because dequantising it takes about as long as a training step. The vocabulary
-is the tokenizer's: models of one tokenizer may pad their embedding to different sizes, and those rows mean nothing.
+A model path is a folder in Hugging Face layout or a single GGUF file. A GGUF file is converted once into a
+safetensors folder in a local cache (REFLUX_CACHE, default ~/.cache/reflux), because dequantising it takes about as
+long as a training step. The vocabulary is the tokenizer's: models of one tokenizer may pad their embedding to
+different sizes, and those rows mean nothing.
 """
 
 from __future__ import annotations
@@ -70,18 +71,22 @@ def template_fingerprint(tokenizer: Any) -> str:
 
 
 def require_same_tokenizer(teacher: Any, student: Any) -> None:
-    """Refuse a pair whose token ids differ: token-level objectives would compare different words (objectives.md, rule 5)."""
+    """Refuse a pair whose token ids differ: token-level objectives would compare different words (objectives.md, rule
+    5).
+    """
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     differing = [token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token)]
     if differing:
         sample = ", ".join(repr(token) for token in sorted(differing)[:3])
         raise ValueError(
-            f"teacher and student do not share a tokenizer: {len(differing)} tokens have other ids or are missing (e.g. {sample}; "
-            f"sizes {len(theirs)} and {len(ours)}). Token-level distillation needs one tokenizer: choose a student of the same family"
+            f"teacher and student do not share a tokenizer: {len(differing)} tokens have other ids or are missing "
+            f"(e.g. {sample}; sizes {len(theirs)} and {len(ours)}). Token-level distillation needs one tokenizer: "
+            f"choose a student of the same family"
         )
     if teacher.eos_token_id != student.eos_token_id:
         raise ValueError(
-            f"teacher ends answers with {teacher.eos_token!r}, student with {student.eos_token!r}: the student would learn not to stop"
+            f"teacher ends answers with {teacher.eos_token!r}, student with {student.eos_token!r}: the student would "
+            f"learn not to stop"
         )
 
 
@@ -101,7 +106,10 @@ def _converted(gguf: Path) -> Path:
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    model.is_quantized, model.hf_quantizer = False, None  # the weights are plain tensors now; the flag would refuse training
+    model.is_quantized, model.hf_quantizer = (
+        False,
+        None,
+    )  # the weights are plain tensors now; the flag would refuse training
     del model.config.quantization_config
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache))
     try:

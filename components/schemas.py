@@ -1,8 +1,8 @@
 """The data contract: every column of every Parquet table that one stage writes and another reads.
 
 A reader follows one record by `trace_id`: collect_traces writes it, every later table carries it. Arrays are
-`list<...>` columns whose shape stands in the column's description; T is the number of response tokens, P of prompt tokens,
-K the entries kept per token, S the number of steps.
+`list<...>` columns whose shape stands in the column's description; T is the number of response tokens, P of prompt
+tokens, K the entries kept per token, S the number of steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def _rows(dtype: pa.DataType, width: int) -> pa.DataType:
     return _list(pa.list_(pa.field("element", dtype, nullable=False), width))
 
 
-TRACE_ID = column("trace_id", pa.string(), "sha256 over prompt, teacher, sampling contract and seed; the key of every join")
+TRACE_ID = column(
+    "trace_id", pa.string(), "sha256 over prompt, teacher, sampling contract and seed; the key of every join"
+)
 PROMPT_ID = column("prompt_id", pa.string(), "stable id of the prompt: the user's own, or sha256 of its text")
 
 _TRACE = [
@@ -42,7 +44,9 @@ _TRACE = [
 
 
 def traces_topk(k: int) -> pa.Schema:
-    """Teacher traces with the `topk` store: k log-probabilities of the full softmax at T = 1 and the tail's mass as one bucket."""
+    """Teacher traces with the `topk` store: k log-probabilities of the full softmax at T = 1 and the tail's mass as
+    one bucket.
+    """
     return pa.schema(
         [
             *_TRACE,
@@ -58,7 +62,11 @@ def traces_sampled(k: int) -> pa.Schema:
     return pa.schema(
         [
             *_TRACE,
-            column("sampled_token_ids", _rows(pa.int32(), k), "[T, K] tokens drawn from the teacher's distribution at T = 1"),
+            column(
+                "sampled_token_ids",
+                _rows(pa.int32(), k),
+                "[T, K] tokens drawn from the teacher's distribution at T = 1",
+            ),
             column("sampled_weights", _rows(pa.float16(), k), "[T, K] importance weight of each draw; a row sums to 1"),
         ]
     )
@@ -158,7 +166,9 @@ SCORES = pa.schema(
         column("perplexity", pa.float64(), "exp of the mean nats per token on the evaluation text"),
         column("nll_text", pa.float64(), "nats per token on the evaluation text"),
         column("nll_heldout", pa.float64(), "nats per token of the teacher's answers to held-out prompts"),
-        column("pmr", pa.float64(), "policy match rate on held-out decisions: 1 - mean Jensen-Shannon divergence in bits"),
+        column(
+            "pmr", pa.float64(), "policy match rate on held-out decisions: 1 - mean Jensen-Shannon divergence in bits"
+        ),
         column("effective_bits", pa.float64(), "bits per quantised weight, scales and zero points included"),
         column("effective_bits_activation", pa.float64(), "bits per quantised activation, flags and scales included"),
         column("memory_bytes", pa.int64(), "bytes of the parameters in the form that would be deployed"),

@@ -1,0 +1,180 @@
+"""Turn a causal language model into its low-bit form: the one forward that is trained, rolled out, exported and
+evaluated.
+
+Every linear of the decoder layers rounds its weight; four sites per layer round the activations that feed those
+linears. Embedding, norms and lm_head stay in full precision. Works for decoders with `self_attn` and `mlp` blocks
+(Llama, Qwen, Mistral and their kin).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .policies import PositionTable
+from .quantizers import (
+    QUANTIZERS,
+    effective_activation_bits,
+    effective_weight_bits,
+    fake_quantize_weight,
+)
+
+FULL_PRECISION = 16
+"""`bits` from here on mean: not quantised."""
+
+SITES = {"attn_in": "self_attn", "o_in": "self_attn.o_proj", "mlp_in": "mlp", "down_in": "mlp.down_proj"}
+"""Where activations are rounded: the name of the site and the module whose input it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How a model is quantised; its digest says whether two models are quantised alike."""
+
+    weight_bits: int = 4
+    group_size: int = 64
+    activation_bits: int = 4
+    activation: str = "dual"
+
+    def __post_init__(self) -> None:
+        if self.activation not in QUANTIZERS:
+            raise ValueError(f"activation {self.activation!r}: allowed are {sorted(QUANTIZERS)}")
+        for name in ("weight_bits", "activation_bits"):
+            if getattr(self, name) not in (*range(2, 9), FULL_PRECISION):
+                raise ValueError(
+                    f"{name} {getattr(self, name)}: allowed are 2 to 8, or {FULL_PRECISION} for not quantised"
+                )
+        if self.group_size < 1:
+            raise ValueError(f"group_size {self.group_size}: must be at least 1")
+
+    @property
+    def quantizes_activations(self) -> bool:
+        return self.activation_bits < FULL_PRECISION
+
+    @property
+    def needs_policy(self) -> bool:
+        return self.quantizes_activations and self.activation == "dual"
+
+    def digest(self) -> str:
+        """sha256 of the configuration."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def effective_bits(self) -> float:
+        """Bits per quantised weight, scales included; 32 for a full-precision model."""
+        return effective_weight_bits(self.weight_bits, self.group_size) if self.weight_bits < FULL_PRECISION else 32.0
+
+    def effective_bits_activation(self, channels: int) -> float:
+        """Bits per quantised activation, flags and scales included, at `channels` values per token; 32 if not
+        quantised.
+        """
+        if not self.quantizes_activations:
+            return 32.0
+        return effective_activation_bits(self.activation, self.activation_bits, channels)
+
+
+class LowBitLinear(nn.Module):
+    """A linear layer whose weight is rounded in every forward; `frozen_OI` holds the rounded weight while it cannot
+    change.
+    """
+
+    def __init__(self, linear: nn.Linear, bits: int, group_size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.bits, self.group_size = bits, group_size
+        self.frozen_OI: torch.Tensor | None = None
+
+    def rounded(self) -> torch.Tensor:
+        return fake_quantize_weight(self.weight, self.bits, self.group_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.rounded() if self.frozen_OI is None else self.frozen_OI, self.bias)
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers of a causal language model. ValueError if it is built otherwise."""
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"{type(model).__name__}: reflux quantises decoders that keep their layers in model.layers")
+    return layers
+
+
+def site_modules(model: Any) -> dict[str, nn.Module]:
+    """Site name ('layers.3.mlp_in') -> the module whose input is rounded there."""
+    return {
+        f"layers.{i}.{name}": layer.get_submodule(path)
+        for i, layer in enumerate(decoder_layers(model))
+        for name, path in SITES.items()
+    }
+
+
+def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None) -> Any:
+    """Quantise `model` in place and return it. The policy becomes `model.policy`, so that its parameters travel with
+    the model.
+
+    ValueError if the scheme needs a policy and has none, or the policy does not know a site of the model.
+    """
+    if scheme.needs_policy and policy is None:
+        raise ValueError("activation 'dual' needs a policy table: take the one that profile_kv wrote")
+    if scheme.weight_bits < FULL_PRECISION:
+        for layer in decoder_layers(model):
+            for name, linear in [(n, m) for n, m in layer.named_modules() if isinstance(m, nn.Linear)]:
+                layer.set_submodule(name, LowBitLinear(linear, scheme.weight_bits, scheme.group_size))
+    if scheme.quantizes_activations:
+        model.policy = policy
+        model.model.register_forward_pre_hook(_remember_positions, with_kwargs=True)
+        for site, module in site_modules(model).items():
+            if policy is not None and site not in policy.index:
+                raise ValueError(f"policy table has no site {site!r}: it was made for another model")
+            module.register_forward_pre_hook(_Rounding(model, scheme, site), with_kwargs=True)
+    return model
+
+
+class _Rounding:
+    """Forward pre-hook that rounds the hidden states a module receives, by the policy's scale at each token's
+    position.
+    """
+
+    def __init__(self, model: Any, scheme: Scheme, site: str) -> None:
+        self.model, self.site, self.bits = model, site, scheme.activation_bits
+        self.quantizer = QUANTIZERS[scheme.activation]
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": self.round(kwargs["hidden_states"])}
+        return (self.round(args[0]), *args[1:]), kwargs
+
+    def round(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        policy = self.model.policy
+        scale_BT1 = (
+            None if policy is None else policy.main_scale(self.site, self.model.model.position_BT).to(x_BTD.dtype)
+        )
+        return self.quantizer(x_BTD, scale_BT1, self.bits)
+
+
+def _remember_positions(decoder: Any, args: tuple, kwargs: dict) -> None:
+    position_BT = kwargs.get("position_ids")
+    if position_BT is None:
+        raise ValueError("a low-bit model needs position_ids: its activation scales depend on the position")
+    decoder.position_BT = position_BT
+
+
+@contextmanager
+def frozen_weights(model: Any) -> Iterator[None]:
+    """Round every weight once and keep it: for rollouts and evaluation, where the weights do not change between
+    forwards.
+    """
+    layers = [m for m in model.modules() if isinstance(m, LowBitLinear)]
+    try:
+        with torch.no_grad():
+            for layer in layers:
+                layer.frozen_OI = layer.rounded()
+        yield
+    finally:
+        for layer in layers:
+            layer.frozen_OI = None

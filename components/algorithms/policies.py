@@ -1,0 +1,77 @@
+"""The position policy: which main scale an activation has at which position.
+
+Positions 0 and 1 of a language model carry values tens of times larger than all later ones (attention sinks), so one
+static scale fits no position. The policy is a table of scales at a few knots with linear interpolation between them;
+it costs nothing at inference and its logarithm is what training moves. Shapes: S sites, P knots, B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Positions of the table's rows: dense where scales change, each later interval twice the one before."""
+
+SCALE_RANGE = (1e-4, 1e3)
+"""A scale outside of this has saturated: training is stopped rather than continued on it."""
+
+
+class PositionTable(nn.Module):
+    """Main and outlier scale of every site at every knot, [S, P, 2].
+
+    Column 0 is the main scale that quantises. Column 1 is the outlier scale seen at calibration: it does not quantise
+    (the outlier grid follows the token) but is what a deployed model compares its traffic with.
+    """
+
+    positions: torch.Tensor
+
+    def __init__(self, sites: list[str], scales_SP2: torch.Tensor, knots: tuple[int, ...] = KNOTS) -> None:
+        super().__init__()
+        if scales_SP2.shape != (len(sites), len(knots), 2):
+            raise ValueError(
+                f"policy table {tuple(scales_SP2.shape)}: {len(sites)} sites and {len(knots)} knots need "
+                f"{(len(sites), len(knots), 2)}"
+            )
+        self.sites, self.knots = list(sites), tuple(knots)
+        self.index = {site: i for i, site in enumerate(sites)}
+        self.log_main_SP = nn.Parameter(scales_SP2[..., 0].float().log())
+        self.register_buffer("outlier_SP", scales_SP2[..., 1].float().clone())
+        self.register_buffer("positions", torch.tensor(knots), persistent=False)
+
+    def scales(self) -> torch.Tensor:
+        """[S, P, 2] the table as it is deployed."""
+        return torch.stack([self.log_main_SP.detach().exp(), self.outlier_SP], dim=-1)
+
+    def main_scale(self, site: str, position_BT: torch.Tensor) -> torch.Tensor:
+        """[B, T, 1] main scale of `site` at each position; beyond the last knot its value holds."""
+        return interpolate(self.log_main_SP[self.index[site]].exp(), self.positions, position_BT)[..., None]
+
+    def check(self) -> None:
+        """ValueError naming the first site whose scale has left SCALE_RANGE or is not finite."""
+        scales_SP = self.log_main_SP.detach().exp()
+        bad_SP = ~((scales_SP >= SCALE_RANGE[0]) & (scales_SP <= SCALE_RANGE[1]))
+        if bad_SP.any():
+            s, p = bad_SP.nonzero()[0].tolist()
+            raise ValueError(
+                f"policy saturated: main scale of {self.sites[s]} at position {self.knots[p]} is {scales_SP[s, p]:.3g}, "
+                f"allowed is {SCALE_RANGE[0]:g} to {SCALE_RANGE[1]:g}; lower the policy's learning rate or start from a "
+                f"longer profile"
+            )
+
+
+def interpolate(values_P: torch.Tensor, knots_P: torch.Tensor, position_BT: torch.Tensor) -> torch.Tensor:
+    """[B, T] values at each position, linear between knots, constant beyond the last."""
+    right_BT = torch.bucketize(position_BT, knots_P).clamp(max=len(knots_P) - 1)
+    left_BT = (right_BT - 1).clamp(min=0)
+    span_BT = (knots_P[right_BT] - knots_P[left_BT]).clamp(min=1)
+    share_BT = ((position_BT - knots_P[left_BT]) / span_BT).clamp(0, 1).to(values_P.dtype)
+    return values_P[left_BT] + share_BT * (values_P[right_BT] - values_P[left_BT])
+
+
+def nearest_knot(position_N: torch.Tensor, knots: tuple[int, ...] = KNOTS) -> torch.Tensor:
+    """[N] index of the knot nearest to each position: where calibration files what it sees."""
+    middle = torch.tensor([(a + b) / 2 for a, b in pairwise(knots)], device=position_N.device)
+    return torch.bucketize(position_N.float(), middle)
