@@ -178,11 +178,7 @@ def parameter_name(field: str, artifacts: Collection[str]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Component:
-    """A declared stage. Called inside a pipeline with artifacts and parameters it gives KFP's task, with caching off.
-
-    KFP's cache compares URI strings and would hide a file that changed behind the same URI; the store's own reuse
-    compares content.
-    """
+    """A declared stage, as pipelines see it."""
 
     name: str
     config_class: type
@@ -191,8 +187,15 @@ class Component:
     html: tuple[str, ...]
     image: str | None
 
-    def __call__(self, **arguments: Any) -> Any:
-        return self.kfp(**arguments).set_caching_options(enable_caching=False)
+    def __call__(self, config: Any = None, **arguments: Any) -> Any:
+        """KFP's task, inside a pipeline: `config` is baked in as constants, and `arguments` go before it.
+
+        KFP's cache is off: it compares URI strings and would hide a file that changed behind the same URI. The store's
+        own reuse compares content.
+        """
+        constants = {} if config is None else key_fields(config) | other_fields(config) | source_fields(config)
+        values = {parameter_name(name, self.outputs): value for name, value in (constants | arguments).items()}
+        return self.kfp(**values).set_caching_options(enable_caching=False)
 
     @functools.cached_property
     def kfp(self) -> Any:

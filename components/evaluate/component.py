@@ -1,13 +1,8 @@
-"""The evaluate stage as a KFP component."""
+"""Declares evaluate: the bundle beside the teacher and the baselines."""
 
 from reflux.components.declare import container_component
-
-from .config import EvaluateConfig
+from reflux.components.evaluate.config import EvaluateConfig
 
 evaluate = container_component(
-    "evaluate",
-    EvaluateConfig,
-    inputs=["bundle", "student", "profile", "traces"],
-    outputs=["scores"],
-    html=["report"],
+    "evaluate", EvaluateConfig, inputs=["bundle", "student", "profile", "traces"], outputs=["scores"], html=["report"]
 )
