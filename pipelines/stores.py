@@ -1,0 +1,106 @@
+"""Which store a command talks to: what `--store` means, how a run remembers it, and how to open it again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reflux.pipelines import embedded_store
+
+if TYPE_CHECKING:
+    from reflux.components.storage import Store
+
+KINDS = ("embedded", "directory", "s3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreRef:
+    """A store as run.json and bundle/store.json record it: enough to find it again, and never a secret."""
+
+    kind: str
+    """embedded, directory or s3"""
+    uri: str
+    """The store's root, as the stages get it."""
+    endpoint: str = ""
+    """Of an S3 server other than AWS; the embedded one has another at every start."""
+    folder: str = ""
+    """Of an embedded store: where its data lie."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"store kind {self.kind!r}: allowed are {', '.join(KINDS)}")
+
+    def described(self) -> str:
+        place = {
+            "embedded": f" in {self.folder}",
+            "s3": f" at {self.endpoint}" if self.endpoint else "",
+            "directory": "",
+        }
+        return f"{self.uri}{place[self.kind]}"
+
+    def to_json(self) -> dict[str, str]:
+        return {name: value for name, value in asdict(self).items() if value}
+
+
+def choose(text: str, endpoint: str, data_dir: Path) -> tuple[StoreRef, str]:
+    """The store that `--store TEXT --endpoint URL` names, and a remark for the person ("" if there is nothing to say).
+
+    ValueError for a scheme that is not known, and where SeaweedFS could be installed but is not.
+    """
+    if text == "embedded":
+        if endpoint:
+            raise ValueError("--endpoint belongs to --store s3://…; the embedded store chooses its own")
+        return _embedded(data_dir)
+    if text.startswith(("s3://", "minio://")):
+        if not text.partition("://")[2].strip("/"):
+            raise ValueError(f"--store {text}: no bucket; write s3://bucket/prefix")
+        return StoreRef(
+            kind="s3", uri=text.rstrip("/"), endpoint=endpoint or os.environ.get("AWS_ENDPOINT_URL", "")
+        ), ""
+    if endpoint:
+        raise ValueError(f"--endpoint belongs to --store s3://…, not to {text!r}")
+    scheme, separator, path = text.partition("://")
+    if separator and scheme != "file":
+        raise ValueError(f"--store {text}: allowed are `embedded`, a directory, or s3://bucket/prefix")
+    return StoreRef(kind="directory", uri=str(Path(path if separator else text).absolute())), ""
+
+
+def _embedded(data_dir: Path) -> tuple[StoreRef, str]:
+    if embedded_store.binary() is not None:
+        return StoreRef(
+            kind="embedded", uri=f"s3://{embedded_store.BUCKET}", folder=str(data_dir.absolute() / "store")
+        ), ""
+    if embedded_store.can_be_installed():
+        raise ValueError(f"{embedded_store.why_no_binary()}; or choose a plain directory with --store DIR")
+    directory = str(data_dir.absolute() / "directory-store")
+    return StoreRef(
+        kind="directory", uri=directory
+    ), f"{embedded_store.why_no_binary()}: using the directory {directory}"
+
+
+def from_json(recorded: dict[str, Any]) -> StoreRef:
+    """What `to_json` wrote."""
+    try:
+        return StoreRef(**recorded)
+    except TypeError as error:
+        raise ValueError(f"the record of the store cannot be read: {error}") from None
+
+
+@contextmanager
+def opened(ref: StoreRef, *, create: bool = False) -> Iterator[tuple[Store, dict[str, str]]]:
+    """The store, and the environment in which a process reaches it. Unless `create`, a local one must exist already."""
+    from reflux.components.storage import S3Settings, Store
+
+    if not create and ref.kind != "s3" and not Path(ref.folder or ref.uri).is_dir():
+        raise ValueError(f"the store {ref.described()} does not exist (any more); name the right one with --store")
+    if ref.kind != "embedded":
+        environment = {"AWS_ENDPOINT_URL": ref.endpoint} if ref.endpoint else {}
+        yield Store.open(ref.uri, S3Settings.from_env({**os.environ, **environment})), environment
+        return
+    with embedded_store.running(Path(ref.folder)) as server:
+        environment = server.environment()
+        yield Store.open(ref.uri, S3Settings.from_env({**os.environ, **environment})), environment
