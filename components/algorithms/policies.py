@@ -56,9 +56,9 @@ class PositionTable(nn.Module):
         if bad_SP.any():
             s, p = bad_SP.nonzero()[0].tolist()
             raise ValueError(
-                f"policy saturated: main scale of {self.sites[s]} at position {self.knots[p]} is {scales_SP[s, p]:.3g}, "
-                f"allowed is {SCALE_RANGE[0]:g} to {SCALE_RANGE[1]:g}; lower the policy's learning rate or start from a "
-                f"longer profile"
+                f"policy saturated: main scale of {self.sites[s]} at position {self.knots[p]} is "
+                f"{scales_SP[s, p]:.3g}, allowed is {SCALE_RANGE[0]:g} to {SCALE_RANGE[1]:g}; lower the policy's "
+                f"learning rate or start from a longer profile"
             )
 
 

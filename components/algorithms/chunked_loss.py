@@ -1,0 +1,66 @@
+"""The lm_head and a per-token loss in one pass over chunks of tokens: full-vocabulary logits never exist for a whole
+batch.
+
+The gradient with respect to the hidden states is taken chunk by chunk while the chunk's logits are there, so nothing
+is computed twice and only [chunk, V] is ever held (objectives.md, rule 9). Value and gradient equal those of the
+unchunked loss. Shapes: N tokens, C tokens of a chunk, D hidden, P rows of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .output_head import OutputHead
+
+CHUNK_TOKENS = 128
+
+TokenLoss = Callable[[torch.Tensor, slice], torch.Tensor]
+"""(logits [C, P], which of the N tokens they belong to) -> [C] nats."""
+
+
+def chunked_loss(
+    hidden_ND: torch.Tensor,
+    head: OutputHead,
+    token_loss: TokenLoss,
+    *,
+    trained: Sequence[torch.nn.Parameter] = (),
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> torch.Tensor:
+    """The sum of `token_loss` over all N tokens, differentiable in the hidden states and in `trained`, parameters of
+    the head.
+    """
+    return _Chunked.apply(head, token_loss, chunk_tokens, hidden_ND, *trained)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: torch.nn.Module,
+        token_loss: TokenLoss,
+        chunk_tokens: int,
+        hidden_ND: torch.Tensor,
+        *trained: Any,
+    ) -> torch.Tensor:
+        total = hidden_ND.new_zeros((), dtype=torch.float32)
+        grad_ND = torch.zeros_like(hidden_ND)
+        grads = [torch.zeros_like(p) for p in trained]
+        for start in range(0, len(hidden_ND), chunk_tokens):
+            rows = slice(start, min(start + chunk_tokens, len(hidden_ND)))
+            hidden_CD = hidden_ND[rows].detach().requires_grad_()
+            with torch.enable_grad():
+                loss = token_loss(head(hidden_CD), rows).sum()
+            grad_ND[rows], *of_head = torch.autograd.grad(loss, [hidden_CD, *trained])
+            for sum_of, part in zip(grads, of_head, strict=True):
+                sum_of += part
+            total += loss.detach()
+        ctx.save_for_backward(grad_ND, *grads)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (scale,) = grad_outputs
+        return (None, None, None, *(grad * scale for grad in ctx.saved_tensors))

@@ -1,0 +1,64 @@
+"""Distillation objectives per token, in nats, on log-probabilities.
+
+Every objective has one signature, so that a recipe chooses it by name and everything around it (chunking, masks, the
+sparse teacher) serves all of them. A sparse teacher is K tokens and the tail's mass as one more bucket: `bucketed`
+cuts the student's distribution into the same buckets, and the objectives apply to those as to a small vocabulary
+(objectives.md, rule 6). Shapes: N tokens, V vocabulary of the tokenizer (or K + 1 buckets), K kept tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+Objective = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""(student log-probabilities [N, V], teacher's [N, V], beta) -> [N] nats."""
+
+
+def forward_kl(student_NV: torch.Tensor, teacher_NV: torch.Tensor, beta: float = 0.0) -> torch.Tensor:
+    """KL(teacher ‖ student): cover everything the teacher may do."""
+    return _expected(teacher_NV, teacher_NV, student_NV)
+
+
+def reverse_kl(student_NV: torch.Tensor, teacher_NV: torch.Tensor, beta: float = 1.0) -> torch.Tensor:
+    """KL(student ‖ teacher): do nothing that the teacher would not do."""
+    return _expected(student_NV, student_NV, teacher_NV)
+
+
+def beta_jsd(student_NV: torch.Tensor, teacher_NV: torch.Tensor, beta: float) -> torch.Tensor:
+    """Generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649, eq. 1), beta * KL(T ‖ M) + (1 − beta) * KL(S ‖
+    M).
+
+    M = beta * T + (1 − beta) * S. The ends are the limits after division by beta and by 1 − beta: forward KL at 0,
+    reverse KL at 1.
+    """
+    if beta in (0.0, 1.0):
+        return forward_kl(student_NV, teacher_NV) if beta == 0.0 else reverse_kl(student_NV, teacher_NV)
+    mixture_NV = torch.logaddexp(teacher_NV + math.log(beta), student_NV + math.log1p(-beta))
+    return beta * _expected(teacher_NV, teacher_NV, mixture_NV) + (1 - beta) * _expected(
+        student_NV, student_NV, mixture_NV
+    )
+
+
+OBJECTIVES: dict[str, Objective] = {"beta_jsd": beta_jsd, "forward_kl": forward_kl, "reverse_kl": reverse_kl}
+
+
+def log_probabilities(logits_NP: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[N, V] in fp32; rows of the embedding beyond the tokenizer's vocabulary take no part (rule 5)."""
+    return logits_NP[:, :vocab_size].float().log_softmax(-1)
+
+
+def bucketed(logprobs_NV: torch.Tensor, token_ids_NK: torch.Tensor) -> torch.Tensor:
+    """[N, K + 1] log-probabilities of the named tokens and, last, of everything else together."""
+    kept_NK = logprobs_NV.gather(-1, token_ids_NK)
+    rest_N1 = logprobs_NV.scatter(-1, token_ids_NK, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([kept_NK, rest_N1], dim=-1)
+
+
+def _expected(weights_NV: torch.Tensor, left_NV: torch.Tensor, right_NV: torch.Tensor) -> torch.Tensor:
+    """[N] sum of exp(weights) * (left − right); a bucket of probability zero adds nothing, whatever stands in it."""
+    empty_NV = weights_NV == -torch.inf
+    difference_NV = (left_NV - right_NV).masked_fill(empty_NV, 0.0)
+    return (weights_NV.exp() * difference_NV).sum(-1)

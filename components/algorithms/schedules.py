@@ -1,0 +1,54 @@
+"""The three-stage schedule: what is trained in which step, at which rate.
+
+warm-up: the policy alone finds its scales; joint: the policy and the last layers; fine-tune: every decoder layer. The
+phases' lengths and rates are data of the recipe. A cap on the total keeps the proportions, so that a capped run still
+passes through all phases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+PHASES = ("warmup", "joint", "finetune")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A stretch of optimizer steps with one set of trained parameters."""
+
+    name: str
+    steps: int
+    student_lr: float
+    policy_lr: float
+    policy_every: int
+    """The policy moves every so many steps."""
+    last_layers: int
+    """Decoder layers trained, counted from the last; -1 for all, 0 none."""
+
+
+def capped(phases: list[Phase], max_steps: int) -> list[Phase]:
+    """The phases shortened in proportion to `max_steps` in all; 0 leaves them as they are."""
+    total = sum(phase.steps for phase in phases)
+    if not max_steps or max_steps >= total:
+        return phases
+    ends = [round(sum(p.steps for p in phases[: i + 1]) * max_steps / total) for i in range(len(phases))]
+    return [replace(phase, steps=end - start) for phase, start, end in zip(phases, [0, *ends], ends, strict=False)]
+
+
+def phase_at(phases: list[Phase], step: int) -> tuple[Phase, int]:
+    """The phase of optimizer step `step` (from 0) and the step within it."""
+    for phase in phases:
+        if step < phase.steps:
+            return phase, step
+        step -= phase.steps
+    raise ValueError(f"step {step} lies beyond the schedule")
+
+
+def rate(step: int, steps: int, warmup_steps: int, final_share: float) -> float:
+    """Factor on a phase's learning rate: linear rise over `warmup_steps`, then linear fall to `final_share` at its
+    last step.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    left = (steps - 1 - step) / max(1, steps - 1 - warmup_steps)
+    return final_share + (1 - final_share) * left
