@@ -1,0 +1,96 @@
+"""The user's prompts, checked: which are asked, on which side of the split, and which are refused with what reason."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reflux.components.models import chat_token_ids
+from reflux.components.records import Record, read_records, read_text_field
+
+UNSPECIFIED = "unspecified"
+"""Dimension of a prompt that names none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    prompt_id: str
+    dimension: str
+    text: str
+    token_ids: list[int]
+    split: str
+
+
+def load_prompts(
+    path: Path, tokenizer: Any, *, heldout_fraction: float, max_prompt_tokens: int, max_total_tokens: int
+) -> tuple[list[Prompt], list[dict[str, Any]]]:
+    """The usable prompts in file order, and the refused ones as rows of the table `rejected`.
+
+    `max_total_tokens` is what prompt and answer may have together less the longest answer. ValueError for a file with a
+    malformed row or without a usable prompt, and for prompts that all fall on one side of the split.
+    """
+    prompts: dict[str, Prompt] = {}
+    rejected: list[dict[str, Any]] = []
+    places: dict[str, str] = {}
+    for record in read_records(path):
+        if record.problem:
+            raise ValueError(f"prompts {record.place}: {record.problem}")
+        try:
+            prompt = _checked(record, tokenizer, heldout_fraction, max_prompt_tokens, max_total_tokens)
+            if prompt.prompt_id in prompts:
+                raise ValueError(f"prompt_id {prompt.prompt_id!r}: already used in {places[prompt.prompt_id]}")
+        except ValueError as error:
+            rejected.append(record.rejected(str(error)))
+            continue
+        prompts[prompt.prompt_id] = prompt
+        places[prompt.prompt_id] = record.place
+    if not prompts:
+        first = f"all {len(rejected)} were rejected, the first for {rejected[0]['reason']}" if rejected else ""
+        cause = first or "it is empty"
+        raise ValueError(f"prompts {path.name}: no usable prompt; {cause}")
+    _require_both_splits(path, list(prompts.values()), heldout_fraction)
+    return list(prompts.values()), rejected
+
+
+def split_of(prompt_id: str, heldout_fraction: float) -> str:
+    """heldout for about that fraction of all ids. By id alone, so a prompt never changes sides when others come or go;
+    the price is that the share within a dimension is only about the same."""
+    hashed = int.from_bytes(hashlib.sha256(prompt_id.encode()).digest()[:8], "big") / 2**64
+    return "heldout" if hashed < heldout_fraction else "train"
+
+
+def _checked(
+    record: Record, tokenizer: Any, heldout_fraction: float, max_prompt_tokens: int, max_total_tokens: int
+) -> Prompt:
+    text = record.values.get("prompt")
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("prompt: must be a text that is not empty")
+    token_ids = list(chat_token_ids(tokenizer, text))
+    if len(token_ids) > max_prompt_tokens:
+        raise ValueError(
+            f"prompt: {len(token_ids)} tokens after the chat template, max_prompt_tokens is {max_prompt_tokens}"
+        )
+    if len(token_ids) > max_total_tokens:
+        raise ValueError(
+            f"prompt: {len(token_ids)} tokens after the chat template; beside max_new_tokens the teacher's context "
+            f"leaves {max_total_tokens}"
+        )
+    prompt_id = read_text_field(record.values, "prompt_id") or hashlib.sha256(text.encode()).hexdigest()
+    return Prompt(
+        prompt_id=prompt_id,
+        dimension=read_text_field(record.values, "dimension") or UNSPECIFIED,
+        text=text,
+        token_ids=token_ids,
+        split=split_of(prompt_id, heldout_fraction),
+    )
+
+
+def _require_both_splits(path: Path, prompts: list[Prompt], heldout_fraction: float) -> None:
+    heldout = sum(prompt.split == "heldout" for prompt in prompts)
+    if heldout in (0, len(prompts)):
+        raise ValueError(
+            f"prompts {path.name}: heldout_fraction {heldout_fraction} holds out {heldout} of {len(prompts)} prompts; "
+            "training and evaluation need at least one each: add prompts or change the fraction"
+        )
