@@ -152,13 +152,15 @@ def container_component(
     are pages that KFP shows, each served from the shard `<html>.html` of the stage's artifact. ValueError for names
     that clash and for field types that KFP cannot carry.
     """
+    if len(outputs) != 1:
+        raise ValueError(f"{name}: a stage writes exactly one artifact, not {list(outputs)}")
     for name_of_field, kind in _types(config_class).items():
         label = f"{_label(config_class)}.{name_of_field}"
         if kind not in _SCALARS and kind not in _LISTS:
             raise ValueError(
                 f"{label}: type {kind} is not allowed; use str, int, float, bool, list[str], list[int] or list[float]"
             )
-        if name_of_field in {*inputs, *html, *PLATFORM_PARAMETERS}:
+        if name_of_field in {*inputs, *outputs, *html, *PLATFORM_PARAMETERS}:
             raise ValueError(f"{label}: the name is taken by an artifact or by a parameter of every stage")
     return Component(
         name=name,
@@ -168,12 +170,6 @@ def container_component(
         html=tuple(html),
         image=image,
     )
-
-
-def parameter_name(field: str, artifacts: Collection[str]) -> str:
-    """The KFP parameter of a config field. KFP has one namespace for parameters and artifacts: where a stage makes the
-    artifact `student` from the source `student`, the source's parameter is `student_uri`."""
-    return f"{field}_uri" if field in artifacts else field
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,8 +190,7 @@ class Component:
         own reuse compares content.
         """
         constants = {} if config is None else key_fields(config) | other_fields(config) | source_fields(config)
-        values = {parameter_name(name, self.outputs): value for name, value in (constants | arguments).items()}
-        return self.kfp(**values).set_caching_options(enable_caching=False)
+        return self.kfp(**(constants | arguments)).set_caching_options(enable_caching=False)
 
     @functools.cached_property
     def kfp(self) -> Any:
@@ -229,16 +224,13 @@ class Component:
                 *(parameter(name, dsl.Output[dsl.Dataset]) for name in self.outputs),
                 *(parameter(name, dsl.Output[dsl.HTML]) for name in self.html),
                 *(parameter(name, str) for name in PLATFORM_PARAMETERS),
-                *(
-                    parameter(parameter_name(f.name, self.outputs), types[f.name], _default(f))
-                    for f in dataclasses.fields(self.config_class)
-                ),
+                *(parameter(f.name, types[f.name], _default(f)) for f in dataclasses.fields(self.config_class)),
             ]
         )
 
     def _docstring(self) -> str:
-        docs = {parameter_name(name, self.outputs): text for name, text in field_docs(self.config_class).items()}
-        lines = [f"    {name}: {' '.join(text.split())}" for name, text in (PLATFORM_PARAMETERS | docs).items()]
+        docs = PLATFORM_PARAMETERS | field_docs(self.config_class)
+        lines = [f"    {name}: {' '.join(text.split())}" for name, text in docs.items()]
         return "\n".join([inspect.cleandoc(self.config_class.__doc__ or ""), "", "Args:", *lines])
 
 

@@ -15,7 +15,7 @@ class ProfileKvConfig:
 
     student_uri: str = source()
     """The model that will be quantised, in full precision: folder, GGUF file, s3:// prefix or hub id."""
-    traces: int = 24
+    profiled_traces: int = 24
     """Training traces profiled, the first by trace_id."""
     max_sequence_tokens: int = 256
     """Prompt and answer together; what lies beyond is not profiled."""
@@ -33,7 +33,7 @@ class ProfileKvConfig:
     """Of the samples."""
 
     def __post_init__(self) -> None:
-        for name in ("traces", "max_sequence_tokens", "batch_traces", "sample_tokens"):
+        for name in ("profiled_traces", "max_sequence_tokens", "batch_traces", "sample_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"profile_kv.{name} {getattr(self, name)}: must be at least 1")
         for name in ("cost_traces", "cost_tokens"):

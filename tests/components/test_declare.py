@@ -129,9 +129,9 @@ def test_declaration_refuses_what_kfp_cannot_carry() -> None:
         choice: int | None = None
 
     with pytest.raises(ValueError, match=r"odd\.choice: type .* is not allowed"):
-        declare.container_component("odd", OddConfig)
+        declare.container_component("odd", OddConfig, outputs=["tea"])
     with pytest.raises(ValueError, match=r"brew_strong_tea\.pot: the name is taken"):
-        declare.container_component("brew", BrewStrongTeaConfig, inputs=["pot"])
+        declare.container_component("brew", BrewStrongTeaConfig, inputs=["pot"], outputs=["tea"])
 
 
 def test_declaring_needs_no_kfp() -> None:
