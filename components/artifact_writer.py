@@ -1,0 +1,206 @@
+"""The write side of an artifact: shards first, manifest last, and a killed attempt goes on from what verifies.
+
+Everything lies below objects/<stage>/<key>/: shards under the sha256 of their bytes; pending/<name>.json, which says that an attempt
+wrote a shard, and checkpoints/, both removed at commit; manifest.json, created once and never replaced. Without it there is no artifact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+from reflux.components import environment, tables
+from reflux.components.artifact_reader import Artifact, artifact_folder, hash_object, manifest_key, read_verified
+from reflux.components.checkpoints import Checkpoints
+from reflux.components.provenance import (
+    ArtifactError,
+    Manifest,
+    Parent,
+    Shard,
+    SourceReference,
+    canonical,
+    checked_name,
+    public_uri,
+    sha256_hex,
+    to_bytes,
+)
+from reflux.components.sources import Source
+from reflux.components.storage import Store
+
+log = logging.getLogger(__name__)
+
+
+class Writer:
+    """Writes the artifact that one stage makes from one set of inputs; its key is known before any work is done."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        stage: str,
+        version: str,
+        key_fields: Mapping[str, Any],
+        other_fields: Mapping[str, Any],
+        parents: Mapping[str, Artifact],
+        sources: Mapping[str, Source],
+        platform: Mapping[str, str] | None = None,  # what only the caller knows, e.g. CPU capability and thread count
+    ) -> None:
+        self.store = store
+        self._sources = dict(sources)
+        self._draft = Manifest(
+            stage=checked_name(stage),
+            version=version,
+            key_fields=dict(key_fields),
+            other_fields={
+                name: public_uri(value) if isinstance(value, str) else value for name, value in other_fields.items()
+            },
+            parents={name: Parent(stage=a.stage, key=a.key, digest=a.digest) for name, a in parents.items()},
+            sources={name: SourceReference(uri=public_uri(s.uri), digest=s.digest) for name, s in sources.items()},
+            versions=environment.versions(),
+            platform=environment.machine() | dict(platform or {}),
+            started=environment.now(),
+        )
+        self.stage = stage
+        self.key = self._draft.key
+        self._folder = artifact_folder(stage, self.key)
+        self._checkpoints = Checkpoints(store, f"{self._folder}/checkpoints")
+        self._shards: dict[str, Shard] = {}
+
+    def source(self, field: str) -> Path:
+        """The local file or folder behind a source field of the configuration."""
+        if field not in self._sources:
+            raise ValueError(f"{field}: no source was given; given are {sorted(self._sources)}")
+        return self._sources[field].path
+
+    def existing(self) -> Artifact | None:
+        """The committed artifact of this key, if all its objects exist in the right size. ArtifactError if its manifest was changed."""
+        if not self.store.exists(manifest_key(self.stage, self.key)):
+            return None
+        artifact = Artifact.open(self.store, self.stage, self.key)
+        return None if _absent(artifact) else artifact
+
+    def done(self, name: str) -> bool:
+        """Whether the shard is written: by this process, or by an earlier attempt if the object still has the recorded sha256."""
+        if name in self._shards:
+            return True
+        try:
+            shard = _parse_pointer(self.store.read(self._pointer(name)))
+            if shard.name != name or hash_object(self.store, shard) != shard.sha256:
+                return False
+        except (FileNotFoundError, ArtifactError):  # never written, or not whole: the stage makes it again
+            return False
+        self._shards[name] = shard
+        return True
+
+    def write_table(self, name: str, table: pa.Table, schema: pa.Schema, *, measured: bool = False) -> None:
+        """Write rows as one Parquet shard. ValueError names the column that breaks the schema; schema metadata is kept."""
+        data = tables.encode(name, table, schema)
+        shard = self._shard(name, hashlib.sha256(data).hexdigest(), len(data), ".parquet", measured)
+        shard = replace(shard, rows=table.num_rows, schema=tables.fingerprint(schema), metadata=tables.metadata(schema))
+        if not self._stored(shard):
+            self.store.write(shard.object, data.to_pybytes())
+        self._point(shard)
+
+    def write_file(self, name: str, content: Path | bytes, *, measured: bool = False) -> None:
+        """Write a file or bytes as one shard; the object keeps the name's extension. A file is streamed."""
+        suffix = PurePosixPath(name).suffix or ".bin"
+        if isinstance(content, bytes):
+            shard = self._shard(name, sha256_hex(content), len(content), suffix, measured)
+            if not self._stored(shard):
+                self.store.write(shard.object, content)
+        else:
+            with content.open("rb") as stream:
+                sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+            shard = self._shard(name, sha256, content.stat().st_size, suffix, measured)
+            if not self._stored(shard) and self.store.upload(shard.object, content) != sha256:
+                self.store.delete(shard.object)
+                raise ArtifactError(f"shard {name}: {content} changed while it was being written")
+        self._point(shard)
+
+    def pending_table(self, name: str) -> pa.Table:
+        """Read back a table of this attempt."""
+        if not self.done(name):
+            raise ArtifactError(f"{self.store.uri}/{self._folder}: this attempt has written no shard {name!r}")
+        return tables.read(name, pa.BufferReader(read_verified(self.store, self._shards[name])), None)
+
+    def save_checkpoint(self, step: int, files: Mapping[str, Path]) -> None:
+        """Keep files for a later attempt, all of them or none; the last two checkpoints are kept."""
+        self._checkpoints.save(step, files)
+
+    def latest_checkpoint(self, into: Path) -> int | None:
+        """Fetch the newest checkpoint that verifies into a folder; its step, or None."""
+        return self._checkpoints.latest(into)
+
+    def commit(self, metrics: Mapping[str, float]) -> Artifact:
+        """Make the shards an artifact. If another attempt was first, its artifact is returned and this one's is dropped."""
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise ValueError(f"metric {name} is {value}: only finite numbers can be recorded")
+        if not self._shards:
+            raise ValueError(f"stage {self.stage}: commit without a single shard")
+        manifest = replace(
+            self._draft,
+            shards=tuple(self._shards[name] for name in sorted(self._shards)),
+            metrics={name: float(value) for name, value in metrics.items()},
+            finished=environment.now(),
+        )
+        created = self.store.create(manifest_key(self.stage, self.key), to_bytes(manifest))
+        artifact = Artifact.open(self.store, self.stage, self.key)
+        if absent := _absent(artifact):
+            raise ArtifactError(
+                f"{artifact.uri}: lists objects that are missing ({', '.join(absent)}) and making them again gave others; "
+                f"remove the folder {self._folder} from the store to build this artifact anew"
+            )
+        if not created and artifact.digest != manifest.digest:
+            log.warning(
+                "%s: another attempt committed %s first; this one made %s",
+                artifact.uri,
+                artifact.digest,
+                manifest.digest,
+            )
+        self.store.delete_prefix(f"{self._folder}/pending")
+        self._checkpoints.clear()
+        return artifact
+
+    def _shard(self, name: str, sha256: str, size: int, suffix: str, measured: bool) -> Shard:
+        if name in self._shards:
+            raise ValueError(f"shard {name}: written twice")
+        object_key = f"{self._folder}/{sha256}{suffix}"
+        return Shard(name=checked_name(name), object=object_key, sha256=sha256, bytes=size, measured=measured)
+
+    def _stored(self, shard: Shard) -> bool:
+        """Whether the object is there and whole, from a killed attempt or another writer: then it is left alone."""
+        return self.store.exists(shard.object) and self.store.sha256(shard.object) == shard.sha256
+
+    def _point(self, shard: Shard) -> None:
+        record = asdict(shard)
+        self.store.write(
+            self._pointer(shard.name), canonical({"shard": record, "sha256": sha256_hex(canonical(record))})
+        )
+        self._shards[shard.name] = shard
+
+    def _pointer(self, name: str) -> str:
+        return f"{self._folder}/pending/{checked_name(name)}.json"
+
+
+def _parse_pointer(data: bytes) -> Shard:
+    try:
+        pointer = json.loads(data)
+        if pointer["sha256"] != sha256_hex(canonical(pointer["shard"])):
+            raise ValueError("its digest does not match")
+        return Shard(**pointer["shard"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"pending shard: {error}") from error
+
+
+def _absent(artifact: Artifact) -> list[str]:
+    """Objects that the manifest lists and that are not there in the right size."""
+    sizes = artifact.store.sizes(artifact_folder(artifact.stage, artifact.key))
+    return [shard.object for shard in artifact.record.shards if sizes.get(shard.object) != shard.bytes]

@@ -1,0 +1,70 @@
+"""Artifacts: what a stage reads (`Artifact`) and writes (`Writer`), and the check of a whole one (`verify`).
+
+An artifact is a manifest (provenance.py) at objects/<stage>/<key>/manifest.json of a store, and the shards that it lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from reflux.components.artifact_reader import Artifact, hash_object, manifest_key
+from reflux.components.artifact_writer import Writer
+from reflux.components.provenance import ArtifactError, Shard, from_bytes
+from reflux.components.storage import Store
+
+__all__ = ["Artifact", "ArtifactError", "Shard", "Writer", "manifest_key", "parents", "verify", "verify_copy"]
+
+
+def verify(store: Store, stage: str, key: str) -> list[str]:
+    """Hash every object of one artifact again; a line for each that is missing or changed, the manifest included. Empty: it is sound."""
+    try:
+        artifact = Artifact.open(store, stage, key)
+    except ArtifactError as error:
+        return [str(error)]
+    problems = []
+    for shard in artifact.record.shards:
+        try:
+            actual = hash_object(store, shard)
+        except ArtifactError as error:
+            problems.append(str(error))
+            continue
+        if actual != shard.sha256:
+            problems.append(
+                f"{store.uri}/{shard.object}: shard {shard.name} was changed: sha256 {actual}, its manifest says {shard.sha256}"
+            )
+    return problems
+
+
+def verify_copy(folder: Path) -> list[str]:
+    """The same for a folder with manifest.json and the shards under their names, as download_all writes them."""
+    path = folder / "manifest.json"
+    try:
+        manifest = from_bytes(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        return [f"{path}: missing"]
+    except ArtifactError as error:
+        return [str(error)]
+    problems = []
+    for shard in manifest.shards:
+        file = folder / shard.name
+        if not file.is_file():
+            problems.append(f"{file}: missing")
+            continue
+        with file.open("rb") as stream:
+            actual = hashlib.file_digest(stream, "sha256").hexdigest()
+        if actual != shard.sha256:
+            problems.append(f"{file}: was changed: sha256 {actual}, its manifest says {shard.sha256}")
+    return problems
+
+
+def parents(artifact: Artifact) -> dict[str, Artifact]:
+    """The artifacts that this one was made from. ArtifactError if one is missing or is no longer what it was."""
+    found = {}
+    for name, parent in artifact.record.parents.items():
+        found[name] = Artifact.open(artifact.store, parent.stage, parent.key)
+        if found[name].digest != parent.digest:
+            raise ArtifactError(
+                f"{found[name].uri}: is {found[name].digest}; {artifact.uri} was made from {parent.digest}"
+            )
+    return found

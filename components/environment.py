@@ -1,0 +1,53 @@
+"""What the work ran on and with: recorded in every manifest, never part of a digest."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+_RECORDED = ("torch", "transformers", "pyarrow")
+
+
+def versions() -> dict[str, str]:
+    """Versions of reflux, its commit when it runs from a source tree, Python and the libraries that compute; imports none of them."""
+    found = {"python": platform.python_version(), "reflux": _version("reflux"), "commit": commit()}
+    return found | {name: version for name in _RECORDED if (version := _version(name))}
+
+
+def machine() -> dict[str, str]:
+    return {"system": platform.system(), "machine": platform.machine()}
+
+
+def now() -> str:
+    """UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@functools.cache
+def commit() -> str:
+    """The git commit of this source tree, with +changed when files differ from it; empty for an installed package."""
+    # an installed package may lie in somebody else's repository: only a tracked file has a commit
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None or (head := _git("rev-parse", "HEAD")) is None:
+        return ""
+    return head + ("+changed" if _git("diff", "--quiet", "HEAD", "--", "..") is None else "")
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,119 @@
+"""A store in a plain directory, for one machine without a server: rename and hard links give S3's guarantees."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pyarrow import fs
+from reflux.components.storage import CHUNK_BYTES, Store, StoreError, checked_key
+
+_PARTIAL = ".partial"  # folder of unfinished writes: same file system as the objects, and no object itself
+
+
+class LocalStore(Store):
+    def __init__(self, root: Path) -> None:
+        self.root = root.expanduser().absolute()
+        self.uri = self.root.as_uri()
+
+    def path(self, key: str) -> Path:
+        return self.root / checked_key(key)
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        with self._explained(key), self.path(key).open("rb") as stream:
+            while chunk := stream.read(CHUNK_BYTES):
+                yield chunk
+
+    def open_input(self, key: str) -> Any:
+        with self._explained(key):
+            return fs.LocalFileSystem().open_input_file(str(self.path(key)))
+
+    def write_stream(self, key: str, stream: BinaryIO) -> None:
+        with self._explained(key), self._finished(key, stream) as (partial, target):
+            os.replace(partial, target)
+
+    def write(self, key: str, data: bytes) -> None:
+        self.write_stream(key, io.BytesIO(data))
+
+    def create(self, key: str, data: bytes) -> bool:
+        with self._explained(key), self._finished(key, io.BytesIO(data)) as (partial, target):
+            try:
+                os.link(partial, target)  # unlike rename it never replaces
+            except FileExistsError:
+                return False
+            return True
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        prefix = prefix.strip("/")
+        start = self.path(prefix) if prefix else self.root
+        with self._explained(prefix):
+            if start.is_file():
+                return {prefix: start.stat().st_size}
+            found = {}
+            for folder, folders, names in os.walk(start):
+                folders[:] = [name for name in folders if Path(folder, name) != self.root / _PARTIAL]
+                for name in names:
+                    path = Path(folder, name)
+                    found[path.relative_to(self.root).as_posix()] = path.stat().st_size
+            return dict(sorted(found.items()))
+
+    def size(self, key: str) -> int:
+        with self._explained(key):
+            path = self.path(key)
+            if path.is_dir():
+                raise FileNotFoundError
+            return path.stat().st_size
+
+    def delete(self, key: str) -> None:
+        with self._explained(key):
+            self.path(key).unlink(missing_ok=True)
+
+    def delete_prefix(self, prefix: str) -> None:
+        with self._explained(prefix):
+            shutil.rmtree(self.path(prefix.strip("/")), ignore_errors=False) if self.path(
+                prefix.strip("/")
+            ).is_dir() else None
+
+    @contextmanager
+    def _finished(self, key: str, stream: BinaryIO) -> Iterator[tuple[str, Path]]:
+        """A synced temporary file with the stream's bytes, and where it belongs; what is left of it is removed."""
+        target = self.path(key)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (self.root / _PARTIAL).mkdir(exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=self.root / _PARTIAL)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                shutil.copyfileobj(stream, file, CHUNK_BYTES)
+                file.flush()
+                os.fchmod(file.fileno(), 0o644)  # mkstemp's 0600 would hide a shared store from its other users
+                os.fsync(file.fileno())
+            yield partial, target
+            _sync_folder(target.parent)
+        finally:
+            Path(partial).unlink(missing_ok=True)
+
+    @contextmanager
+    def _explained(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"store {self.uri}: no object {key}") from error
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(f"store {self.uri}: {key or 'root'}: {error.strerror or error}") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new name in the folder survive a power failure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,173 @@
+"""Prompts, labels and models as sources: fetched to a local path and known by the digest of their content.
+
+A changed file behind the same path or tag is another source, so the digest, not the URI, decides what has to be made again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from reflux.components.provenance import canonical, public_uri, sha256_hex
+from reflux.components.storage import S3Settings
+
+BUILTIN = Path(__file__).parent / "builtin"
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # never pickles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a source field of a configuration led to."""
+
+    field: str
+    uri: str
+    path: Path
+    digest: str  # sha256:… of the file, or of the folder's sorted files
+
+
+def resolve(field: str, uri: str, settings: S3Settings | None = None, cache: Path | None = None) -> Source:
+    """Fetch and digest. ValueError names the field, the URI and what is allowed."""
+    try:
+        path = fetch(uri, settings, cache)
+        return Source(field=field, uri=public_uri(uri), path=path, digest=digest(path))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{field}: {error}") from error
+
+
+def fetch(uri: str, settings: S3Settings | None = None, cache: Path | None = None) -> Path:
+    """The local file or folder behind a URI.
+
+    A path or file://…; s3://… or minio://… (an object, or a prefix as a folder; downloaded once per version into `cache`, default
+    REFLUX_CACHE or ~/.cache/reflux); builtin:NAME, a file that ships with reflux; package:MODULE, the one GGUF file inside an
+    installed package, which is not imported; ORG/NAME[@REVISION], a model of the Hugging Face hub.
+    """
+    scheme, _, rest = uri.partition(":")
+    if scheme in ("s3", "minio"):
+        root = Path(os.environ.get("REFLUX_CACHE", Path.home() / ".cache" / "reflux"))
+        return _fetch_s3(uri, settings or S3Settings.from_env(), cache or root / "sources")
+    if scheme == "builtin":
+        return _fetch_builtin(rest)
+    if scheme == "package":
+        return _fetch_package(rest)
+    path = Path(unquote(urlsplit(uri).path) if scheme == "file" else uri).expanduser()
+    if uri and path.exists():
+        return path.resolve()
+    if "://" in uri and scheme != "file":
+        raise ValueError(
+            f"source {public_uri(uri)}: a path, file://, s3://, builtin:NAME, package:MODULE or ORG/NAME of the hub is allowed"
+        )
+    if hub := _HUB_ID.fullmatch(uri):
+        return _fetch_hub(hub[1], hub[2])
+    raise ValueError(f"source {uri!r}: no such file or folder")
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file's bytes, or of a folder: over the sorted (relative path, sha256) of its files."""
+    if path.is_file():
+        return f"sha256:{_file_sha256(path)}"
+    files = sorted(_files(path), key=lambda file: file.relative_to(path).as_posix())
+    if not files:
+        raise ValueError(f"source {path}: the folder holds no file")
+    return "sha256:" + sha256_hex(
+        canonical([[file.relative_to(path).as_posix(), _file_sha256(file)] for file in files])
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    files = []
+    for entry in folder.rglob("*"):
+        if entry.is_dir() and entry.is_symlink():  # it is not walked, so its content would be missing from the digest
+            raise ValueError(f"source {entry}: a link to a folder cannot be digested; put the folder itself there")
+        if entry.is_file():
+            files.append(entry)
+    return files
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _fetch_s3(uri: str, settings: S3Settings, cache: Path) -> Path:
+    parts = urlsplit(uri)
+    from reflux.components.s3_store import S3Store
+
+    bucket, key = parts.netloc.rpartition("@")[2], unquote(parts.path).strip("/")
+    store = S3Store(bucket, "", settings)
+    entries = store.entries(key)
+    chosen = {key: entries[key]} if key in entries else entries
+    chosen = {name: entry for name, entry in chosen.items() if not name.endswith("/")}  # folder markers of S3 browsers
+    if not chosen:
+        raise ValueError(f"source {public_uri(uri)}: no object of that name and none below it")
+    # the listing names the version, so that a changed object is fetched again and an unchanged one is not
+    version = [[name, entry["ETag"], entry["Size"]] for name, entry in sorted(chosen.items())]
+    folder = cache / sha256_hex(canonical([settings.endpoint, bucket, version]))[:32]
+    name = key.rpartition("/")[2] or bucket
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache))
+        try:
+            for object_key in chosen:
+                relative = object_key.removeprefix(key).strip("/")
+                store.download(object_key, partial / name / relative if relative else partial / name)
+            _move_unless_there(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder / name
+
+
+def _move_unless_there(partial: Path, folder: Path) -> None:
+    try:
+        partial.replace(folder)
+    except OSError:
+        if not folder.exists():  # another process may have been faster: its copy is as good
+            raise
+
+
+def _fetch_builtin(name: str) -> Path:
+    known = (
+        sorted(path.name for path in BUILTIN.iterdir() if not path.name.startswith(("_", ".")))
+        if BUILTIN.is_dir()
+        else []
+    )
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        raise ValueError(
+            f"source builtin:{name}: unknown{f'; did you mean {near[0]!r}?' if near else ''} There are {known}"
+        )
+    return BUILTIN / name
+
+
+def _fetch_package(module: str) -> Path:
+    spec = (
+        importlib.util.find_spec(module) if re.fullmatch(r"[A-Za-z_]\w*", module) else None
+    )  # a dotted name would import its parent
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"source package:{module}: no such package is installed")
+    found = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf"))
+    if len(found) != 1:
+        raise ValueError(
+            f"source package:{module}: exactly one GGUF file is expected in it, found {[file.name for file in found]}"
+        )
+    return found[0].resolve()
+
+
+def _fetch_hub(name: str, revision: str | None) -> Path:
+    import huggingface_hub  # only here: most sources are files
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ValueError(
+            f"source {name}: no such path here, and the Hugging Face hub does not give it ({error})"
+        ) from error

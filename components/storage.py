@@ -1,0 +1,204 @@
+"""One object store for every stage: a plain directory or S3, with the same names, the same guarantees and the same errors.
+
+A store is a root URI. Keys are '/'-separated names below it. Two guarantees carry the artifacts: a written object is whole or
+absent, and `create` lets exactly one of several writers succeed. pyarrow, boto3 and MLflow read different environment variables
+(pyarrow ignores AWS_ENDPOINT_URL), so all three are fed from one `S3Settings`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import unquote, urlsplit
+
+CHUNK_BYTES = 8 << 20  # of one read, write or multipart part; bounds the memory of streams
+_SEGMENT = re.compile(r"[^\x00-\x1f\x7f/\\]+")
+
+
+class StoreError(OSError):
+    """The store cannot be used: names the URI and the cause. A missing object is a FileNotFoundError instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3Settings:
+    """How to reach S3. What is None is left to the client's own search (instance roles, profiles)."""
+
+    endpoint: str | None = None
+    region: str = "us-east-1"  # custom servers ignore it, but signing needs one
+    access_key: str | None = field(default=None, repr=False)
+    secret_key: str | None = field(default=None, repr=False)
+    session_token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> S3Settings:
+        """The AWS_* variables; AWS_ENDPOINT_URL_S3 and AWS_REGION win over AWS_ENDPOINT_URL and AWS_DEFAULT_REGION."""
+        return cls(
+            endpoint=environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or None,
+            region=environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1",
+            access_key=environ.get("AWS_ACCESS_KEY_ID") or None,
+            secret_key=environ.get("AWS_SECRET_ACCESS_KEY") or None,
+            session_token=environ.get("AWS_SESSION_TOKEN") or None,
+        )
+
+    def env(self) -> dict[str, str]:
+        """The variables from which `from_env` reads these settings in another process."""
+        names = {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_REGION": self.region,
+            "AWS_DEFAULT_REGION": self.region,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_SESSION_TOKEN": self.session_token,
+        }
+        return {name: value for name, value in names.items() if value}
+
+    def mlflow_env(self) -> dict[str, str]:
+        """The same for MLflow, which prefers its own name for the endpoint."""
+        return self.env() | ({"MLFLOW_S3_ENDPOINT_URL": self.endpoint} if self.endpoint else {})
+
+
+class Store(ABC):
+    """Objects below a root URI. Every error is an OSError that names the URI: FileNotFoundError, or StoreError with the cause."""
+
+    uri: str
+
+    @staticmethod
+    def open(uri: str, settings: S3Settings | None = None) -> Store:
+        """A store at a directory, file://, s3://bucket/prefix or minio://bucket/prefix (KFP's name for the same; its query is dropped)."""
+        # imported here because both modules build on this one, and because a directory needs no boto3
+        parts = urlsplit(uri)
+        if parts.scheme in ("s3", "minio"):
+            from reflux.components.s3_store import S3Store
+
+            return S3Store(parts.netloc.rpartition("@")[2], parts.path.strip("/"), settings or S3Settings.from_env())
+        from reflux.components.local_store import LocalStore
+
+        if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+            return LocalStore(Path(unquote(parts.path)))
+        if "://" in uri or not uri:
+            raise ValueError(f"store {uri!r}: allowed are a directory, file:///directory and s3://bucket/prefix")
+        return LocalStore(Path(uri))
+
+    @abstractmethod
+    def chunks(self, key: str) -> Iterator[bytes]:
+        """The bytes of an object, at most CHUNK_BYTES at a time."""
+
+    @abstractmethod
+    def open_input(self, key: str) -> Any:
+        """A pyarrow NativeFile with random access."""
+
+    @abstractmethod
+    def write_stream(self, key: str, stream: BinaryIO) -> None:
+        """Store what the stream yields until its end, atomically."""
+
+    @abstractmethod
+    def write(self, key: str, data: bytes) -> None:
+        """Store an object, atomically, replacing one of that name."""
+
+    @abstractmethod
+    def create(self, key: str, data: bytes) -> bool:
+        """Store an object if there is none of that name; False if there is. Of several writers exactly one gets True."""
+
+    @abstractmethod
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Key -> bytes of the objects at `prefix` or below `prefix/`, in order of their keys."""
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Bytes of an object."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing happens if there is none."""
+
+    @abstractmethod
+    def delete_prefix(self, prefix: str) -> None:
+        """Remove every object below `prefix/`."""
+
+    def read(self, key: str) -> bytes:
+        return b"".join(self.chunks(key))
+
+    def sha256(self, key: str) -> str:
+        """Hex digest of an object, read as a stream."""
+        digest = hashlib.sha256()
+        for chunk in self.chunks(key):
+            digest.update(chunk)
+        return digest.hexdigest()
+
+    def download(self, key: str, path: Path) -> str:
+        """Copy an object to a file, which appears whole or not at all; its sha256, taken on the way."""
+        digest = hashlib.sha256()
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as stream:
+                for chunk in self.chunks(key):
+                    digest.update(chunk)
+                    stream.write(chunk)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        return digest.hexdigest()
+
+    def upload(self, key: str, path: Path) -> str:
+        """Copy a file into the store, atomically; its sha256, taken on the way."""
+        with path.open("rb") as stream:
+            hashing = _HashingReader(stream)
+            self.write_stream(key, hashing)  # type: ignore[arg-type]
+        return hashing.digest.hexdigest()
+
+    def exists(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Keys at `prefix` or below `prefix/`, sorted."""
+        return [*self.sizes(prefix)]
+
+    def check_writable(self) -> None:
+        """Refuse a store that cannot be written, read, listed or that lets two writers create one object: before work is spent on it."""
+        key = f"probe-{uuid.uuid4().hex}"
+        try:
+            outcome = [self.create(key, b"1"), self.create(key, b"2"), self.read(key), self.list(key)]
+            if outcome != [True, False, b"1", [key]]:
+                raise StoreError(
+                    f"store {self.uri}: it does not honour conditional writes, so two runs could overwrite each other ({outcome})"
+                )
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(f"store {self.uri}: not writable ({error})") from error
+        finally:
+            with suppress(OSError):
+                self.delete(key)
+
+
+class _HashingReader:
+    """A read-only, unseekable view of a file that hashes what is read: uploads take one pass and bounded memory."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream, self.digest = stream, hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        data = self.stream.read(size)
+        self.digest.update(data)
+        return data
+
+
+def checked_key(key: str) -> str:
+    """Refuse a key that could leave the store's root or that a directory cannot hold."""
+    segments = key.split("/")
+    if not all(_SEGMENT.fullmatch(segment) and segment not in (".", "..") for segment in segments):
+        raise ValueError(f"key {key!r}: '/'-separated names without '.', '..' or control characters are allowed")
+    return key
