@@ -28,22 +28,15 @@ def distillation(recipe: "Recipe") -> Any:
         eval_text_uri: str = recipe.eval_text_uri,
     ) -> None:
         at = {"store": store, "run": run}
+        models = {"teacher": teacher, "student_uri": student}
         traces = collect_traces(recipe.collect_traces, teacher=teacher, prompts_uri=prompts_uri, **at).outputs["traces"]
-        profile = profile_kv(recipe.profile_kv, traces=traces, teacher=teacher, **at).outputs["profile"]
+        profile = profile_kv(recipe.profile_kv, traces=traces, student_uri=student, **at).outputs["profile"]
         labels = ingest_labels(recipe.ingest_labels, traces=traces, labels_uri=labels_uri, **at).outputs["labels"]
-        learned = distill(
-            recipe.distill, traces=traces, profile=profile, labels=labels, teacher=teacher, student=student, **at
-        ).outputs["student"]
-        bundle = calibrate(recipe.calibrate, student=learned, profile=profile, traces=traces, **at).outputs["bundle"]
-        evaluate(
-            recipe.evaluate,
-            bundle=bundle,
-            student=learned,
-            profile=profile,
-            traces=traces,
-            teacher=teacher,
-            eval_text_uri=eval_text_uri,
-            **at,
-        )
+        learned = distill(recipe.distill, traces=traces, profile=profile, labels=labels, **models, **at).outputs[
+            "student"
+        ]
+        seen = {"student": learned, "profile": profile, "traces": traces}
+        bundle = calibrate(recipe.calibrate, student_uri=student, **seen, **at).outputs["bundle"]
+        evaluate(recipe.evaluate, bundle=bundle, eval_text_uri=eval_text_uri, **seen, **models, **at)
 
     return pipeline

@@ -95,7 +95,7 @@ def test_command_line_names_field_and_value(capsys: pytest.CaptureFixture[str]) 
 
 def test_component_has_one_parameter_per_field_and_takes_the_executor_input() -> None:
     component = declare.container_component(
-        "brew", BrewStrongTeaConfig, inputs=["water"], outputs=["tea"], html=["report"]
+        "brew", BrewStrongTeaConfig, inputs=["water"], outputs=["brew"], html=["report"]
     )
     spec = component.kfp.component_spec
     assert {name: (i.type, i.default) for name, i in spec.inputs.items()} == {
@@ -103,7 +103,7 @@ def test_component_has_one_parameter_per_field_and_takes_the_executor_input() ->
         "store": ("String", None),
         "run": ("String", None),
         "leaves": ("String", ""),
-        "tea_uri": ("String", "builtin:green"),  # KFP has one namespace, and `tea` is the artifact
+        "tea": ("String", "builtin:green"),
         "minutes": ("Float", None),
         "cups": ("Integer", 2),
         "sweet": ("Boolean", False),
@@ -113,7 +113,7 @@ def test_component_has_one_parameter_per_field_and_takes_the_executor_input() ->
         "pot": ("String", "steel"),
     }
     assert {name: o.type for name, o in spec.outputs.items()} == {
-        "tea": "system.Dataset@0.0.1",
+        "brew": "system.Dataset@0.0.1",
         "report": "system.HTML@0.0.1",
     }
     assert spec.inputs["minutes"].description == "Minutes in the pot, above 0; 100 % of people want 3."
@@ -131,7 +131,9 @@ def test_declaration_refuses_what_kfp_cannot_carry() -> None:
     with pytest.raises(ValueError, match=r"odd\.choice: type .* is not allowed"):
         declare.container_component("odd", OddConfig, outputs=["tea"])
     with pytest.raises(ValueError, match=r"brew_strong_tea\.pot: the name is taken"):
-        declare.container_component("brew", BrewStrongTeaConfig, inputs=["pot"], outputs=["tea"])
+        declare.container_component("brew", BrewStrongTeaConfig, inputs=["pot"], outputs=["brew"])
+    with pytest.raises(ValueError, match=r"exactly one artifact, not \['a', 'b'\]"):
+        declare.container_component("brew", BrewStrongTeaConfig, outputs=["a", "b"])
 
 
 def test_declaring_needs_no_kfp() -> None:
