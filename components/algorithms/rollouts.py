@@ -85,7 +85,7 @@ def rollout(
     input_BT, mask_BT = _left_padded(prompts, pad_token_id, device)
     positions_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
-    forward_options = {_cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
+    forward_options = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
 
     responses: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))
@@ -178,7 +178,7 @@ def _left_padded(prompts: list[list[int]], pad_token_id: int, device: torch.devi
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def _cache_argument(model: Any) -> str:
+def cache_argument(model: Any) -> str:
     """transformers 5.2x renamed the argument; passing the old name still works there but warns."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 

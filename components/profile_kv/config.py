@@ -23,7 +23,7 @@ class ProfileKvConfig:
     """Traces per forward; part of the key because another size rounds differently."""
     activation_bits: int = 4
     """Bits that the main scale is chosen for, 2 to 8."""
-    sample_tokens: int = 192
+    sample_tokens: int = 64
     """Tokens per site and position bucket on which candidate scales are tried; the whole bucket if smaller."""
     cost_traces: int = 4
     """Traces decoded token by token to time the cache."""
