@@ -75,9 +75,11 @@ class Writer:
 
     def source(self, field: str) -> Path:
         """The local file or folder behind a source field of the configuration."""
-        if field not in self._sources:
-            raise ValueError(f"{field}: no source was given; given are {sorted(self._sources)}")
-        return self._sources[field].path
+        return self._given(field).path
+
+    def source_digest(self, field: str) -> str:
+        """The digest of its content: what a stage writes down when it names what its rows were made from."""
+        return self._given(field).digest
 
     def existing(self) -> Artifact | None:
         """The committed artifact of this key, if all its objects exist in the right size. ArtifactError if its manifest was changed."""
@@ -168,6 +170,11 @@ class Writer:
         self.store.delete_prefix(f"{self._folder}/pending")
         self._checkpoints.clear()
         return artifact
+
+    def _given(self, field: str) -> Source:
+        if field not in self._sources:
+            raise ValueError(f"{field}: no source was given; given are {sorted(self._sources)}")
+        return self._sources[field]
 
     def _shard(self, name: str, sha256: str, size: int, suffix: str, measured: bool) -> Shard:
         if name in self._shards:

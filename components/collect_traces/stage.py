@@ -30,7 +30,7 @@ def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
     """Write the shards traces/00000, … and the table rejected. Metrics describe all shards, a killed run's too."""
     check_strategies(config.key_token_strategies, config.key_token_weights)
     teacher_path = traces.source("teacher")
-    teacher_digest = traces.sources["teacher"].digest
+    teacher_digest = traces.source_digest("teacher")
     tokenizer = load_tokenizer(teacher_path)
     if config.top_k > len(tokenizer):
         raise ValueError(f"collect_traces.top_k {config.top_k}: the teacher's vocabulary has {len(tokenizer)} tokens")
