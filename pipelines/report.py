@@ -1,0 +1,69 @@
+"""`reflux report`: the table of a run, read and verified from evaluate's artifact, for people or for scripts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from reflux.components.artifacts import Artifact
+from reflux.components.storage import Store
+from reflux.pipelines import runs, stores
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = (
+    "scheme", "perplexity", "nll_heldout", "pmr", "latency_p50_ms", "latency_p95_ms", "memory_bytes", "latency_of",
+    "effective_bits",
+)  # fmt: skip
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """{"run", "verdict", "table": [{scheme, …}], "gates"} of a finished run. ValueError if it is not finished."""
+    record = runs.read(folder)
+    if "evaluate" not in record.artifacts:
+        raise ValueError(f"run {record.run} is {record.status}: it has no table yet; run the same command again")
+    with stores.opened(record.store) as (store, _):
+        return from_artifact(store, record.run, record.artifacts["evaluate"]["key"])
+
+
+def from_artifact(store: Store, run: str, key: str) -> dict[str, Any]:
+    """The same from the artifact itself."""
+    metrics = json.loads(Artifact.open(store, "evaluate", key).file("metrics.json"))
+    return {
+        "run": run,
+        "verdict": metrics["verdict"],
+        "table": [{column: row[column] for column in COLUMNS} for row in metrics["table"]],
+        "gates": metrics["gates"],
+    }
+
+
+def machine_readable(result: dict[str, Any]) -> str:
+    """What `--json` prints."""
+    return json.dumps({name: result[name] for name in ("run", "verdict", "table")}, indent=2)
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table, the gates and the verdict, in the terminal."""
+    console = Console(soft_wrap=True, highlight=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("scheme", style="bold")
+    for title in ("perplexity", "NLL held-out", "PMR", "bits", "memory MB", "P50 ms", "P95 ms", "latency of"):
+        table.add_column(title, justify="left" if title == "latency of" else "right")
+    for row in result["table"]:
+        table.add_row(
+            row["scheme"], f"{row['perplexity']:.2f}", f"{row['nll_heldout']:.4f}", f"{row['pmr']:.4f}",
+            f"{row['effective_bits']:.2f}", f"{row['memory_bytes'] / 1e6:.1f}", f"{row['latency_p50_ms']:.1f}",
+            f"{row['latency_p95_ms']:.1f}", row["latency_of"],
+        )  # fmt: skip
+    console.print(table)
+    for gate in result["gates"]:
+        if gate["result"] != "off":
+            value = "not measurable" if gate["value"] is None else f"{gate['value']:.3f}"
+            threshold = f"{gate['comparison']} {gate['threshold']:g}"
+            console.print(f"{gate['result']:4}  {gate['meaning']}: {value} ({threshold})", style=_style(gate["result"]))
+    console.print(f"verdict: {result['verdict']}", style=_style(result["verdict"]))
+
+
+def _style(result: str) -> str:
+    return "green" if result == "pass" else "red"

@@ -1,0 +1,124 @@
+"""`reflux run`: from a recipe to a finished run's folder, on this machine.
+
+Everything that can be refused is refused before the first stage starts. After that nothing is lost: stages commit to the
+store, so an interrupted or failed run is continued by the same command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import click
+from reflux.components import preflight, tracking
+from reflux.components.artifacts import Artifact
+from reflux.components.storage import S3Settings, Store
+from reflux.pipelines import recipes, report, runs, stores
+from reflux.pipelines.compile import compile_to_text
+from reflux.pipelines.distillation import distillation
+from reflux.pipelines.local_runner import StageError, StageResult, run_pipeline
+
+
+def run_recipe(
+    recipe_name: str, recipe: recipes.Recipe, *, store: str, endpoint: str, data_dir: Path, name: str
+) -> bool:
+    """Run it, write RUN/run.json, report.html and bundle/, print the results. Returns whether the gate passed.
+
+    ValueError or OSError for what is wrong beforehand, StageError if a stage fails.
+    """
+    ref, remark = stores.choose(store, endpoint, data_dir)
+    if remark:
+        click.echo(remark, err=True)
+    configs = {stage: getattr(recipe, stage) for stage in recipes.STAGES}
+    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{(data_dir / 'mlflow.db').absolute()}")
+    with stores.opened(ref, create=True) as (opened, environment):
+        for line in preflight.check(configs, opened, S3Settings.from_env({**os.environ, **environment})):
+            click.echo(line)
+        with runs.claimed(data_dir, recipe_name, _config_digest(recipe, ref), name) as folder:
+            record = runs.RunRecord(
+                run=folder.name, recipe=recipe_name, store=ref, config_digest=_config_digest(recipe, ref),
+                configs={stage: asdict(config) for stage, config in configs.items()},
+            )  # fmt: skip
+            results = _run_stages(folder, record, recipe, environment)
+            _write_out(folder, opened, ref, results)
+            table = report.from_artifact(opened, record.run, results["evaluate"].key)
+            record = replace(
+                record, status="finished", verdict=table["verdict"], root=results["evaluate"].digest,
+                artifacts={stage: {"key": done.key, "digest": done.digest} for stage, done in results.items()},
+            )  # fmt: skip
+            runs.write(folder, record)
+            tracking.end_pipeline(
+                record.run, status="FINISHED", verdict=record.verdict, root=record.root, report=folder / "report.html"
+            )
+    _print_end(folder, record, table)
+    return record.verdict == "pass"
+
+
+def _run_stages(
+    folder: Path, record: runs.RunRecord, recipe: recipes.Recipe, environment: dict[str, str]
+) -> dict[str, StageResult]:
+    continued = (folder / runs.RECORD).exists()
+    click.echo(f"run {record.run} {'continues' if continued else 'begins'}, store {record.store.described()}")
+    runs.write(folder, record)
+    tracking.begin_pipeline(record.run, {"recipe": record.recipe, "store": record.store.uri, **_sources(recipe)})
+    status = "KILLED"
+    try:
+        results = run_pipeline(
+            compile_to_text(distillation(recipe)),
+            {"store": record.store.uri, "run": record.run},
+            root=folder / "kfp",
+            environment=environment,
+        )
+        status = "FINISHED"
+        return results
+    except StageError:
+        status = "FAILED"
+        runs.write(folder, replace(record, status="failed"))
+        raise
+    finally:
+        if status != "FINISHED":
+            tracking.end_pipeline(record.run, status=status)
+
+
+def _write_out(folder: Path, store: Store, ref: stores.StoreRef, results: dict[str, StageResult]) -> None:
+    """RUN/report.html and RUN/bundle/, verified copies of what evaluate and calibrate committed."""
+    Artifact.open(store, "evaluate", results["evaluate"].key).download("report.html", folder / "report.html")
+    bundle = Artifact.open(store, "calibrate", results["calibrate"].key)
+    partial = folder / ".bundle.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    bundle.download_all("", partial)
+    (partial / "manifest.json").write_bytes(bundle.bytes)
+    (partial / stores.BESIDE).write_text(json.dumps(ref.to_json(), indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(folder / "bundle", ignore_errors=True)
+    partial.rename(folder / "bundle")
+
+
+def _print_end(folder: Path, record: runs.RunRecord, table: dict[str, Any]) -> None:
+    click.echo()
+    report.show(table)
+    click.echo(f"report: {folder / 'report.html'}")
+    click.echo(f"bundle: {folder / 'bundle'}")
+    click.echo(f"tracking: {_mlflow_command()}")
+    click.echo(f"root: {record.root}")
+    click.echo(f"run: {folder}")
+
+
+def _mlflow_command() -> str:
+    """What opens the tracking UI, written so that it works without an activated environment."""
+    program = Path(sys.executable).with_name("mlflow")
+    return f"{program if program.exists() else 'mlflow'} ui --backend-store-uri {os.environ['MLFLOW_TRACKING_URI']}"
+
+
+def _sources(recipe: recipes.Recipe) -> dict[str, str]:
+    return {source: getattr(recipe, source) for source in recipes.SOURCES}
+
+
+def _config_digest(recipe: recipes.Recipe, ref: stores.StoreRef) -> str:
+    text = json.dumps([recipes.digest(recipe), ref.to_json()], sort_keys=True)
+    return f"sha256:{sha256(text.encode()).hexdigest()}"
