@@ -1,8 +1,8 @@
-"""What can be known before expensive work: every input is opened, and the same code that a stage would stop with stops here.
+"""What can be known before expensive work: every input is opened, and the code that would stop a stage stops here.
 
-Order is by cost: the store first, then what is named, then tokenizers, then the content of every file. Model weights are
-not loaded. What a stage counts and sets aside (a prompt that is too long, a label of an unknown trace) is a remark, not an
-error.
+Order is by cost: the store first, then what is named, then tokenizers, then the content of every file. Model weights
+are not loaded. What a stage counts and sets aside (a prompt that is too long, a label of an unknown trace) is a remark,
+not an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`reflux run`: from a recipe to a finished run's folder, on this machine.
 
-Everything that can be refused is refused before the first stage starts. After that nothing is lost: stages commit to the
-store, so an interrupted or failed run is continued by the same command.
+Everything that can be refused is refused before the first stage starts. After that nothing is lost: stages commit to
+the store, so an interrupted or failed run is continued by the same command.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def find(text: str, data_dir: Path) -> Path:
 
 @contextmanager
 def claimed(data_dir: Path, recipe: str, config_digest: str, name: str = "") -> Iterator[Path]:
-    """The folder to work in, locked for the length of the block: the unfinished run of this configuration, or a new one.
+    """The folder to work in, locked during the block: the unfinished run of this configuration, or a new one.
 
     ValueError if `name` is not a name, is being worked on, or belongs to another configuration.
     """
