@@ -1,0 +1,207 @@
+"""One entry point for every stage, in a container, under kfp.local and by hand.
+
+    python -m reflux.components STAGE --executor-input JSON                 as KFP calls it
+    python -m reflux.components STAGE --store URI --run NAME --FIELD VALUE … --INPUT MANIFEST … --out-OUTPUT PATH
+    python -m reflux.components STAGE --help
+
+STAGE is a folder of reflux.components, or the dotted package of a stage that lives elsewhere. What all stages share is
+here and nowhere else: open and check the inputs, fetch and digest the sources, reuse what is already made, run, commit,
+track. A wrong input is one line and exit code 2 (REFLUX_TRACEBACK=1 shows where); anything else keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import os
+import pkgutil
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import reflux.components
+from reflux.components import declare, kfp_executor
+from reflux.components.declare import Component
+from reflux.components.kfp_executor import Location
+from reflux.components.storage import Store, StoreError
+
+WRONG_INPUT = 2
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What one execution of a stage was asked to do, whoever asked."""
+
+    config: Any
+    store: str
+    run: str
+    inputs: Mapping[str, Location]
+    outputs: Mapping[str, Location]
+    executor_output: Path | None = None
+
+
+def main(arguments: list[str]) -> int:
+    _die_with_parent()
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(f"{__doc__}\nStages: {', '.join(stages())}")
+        return 0 if arguments else WRONG_INPUT
+    package, *flags = arguments
+    stage = package.rpartition(".")[2]
+    try:
+        component = load(package)
+        execute(package, component, parse(component, flags))
+    except (ValueError, StoreError) as error:
+        if "REFLUX_TRACEBACK" in os.environ:
+            raise
+        print(f"reflux {stage}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return WRONG_INPUT
+    return 0
+
+
+def stages() -> list[str]:
+    """The stages that ship with reflux: the folders that declare a component."""
+    folders = (m.name for m in pkgutil.iter_modules(reflux.components.__path__) if m.ispkg)
+    return sorted(name for name in folders if find_spec(f"reflux.components.{name}.component"))
+
+
+def load(package: str) -> Component:
+    """The declaration of a stage. ValueError for an unknown name, with the nearest known one."""
+    if "." not in package and package not in stages():
+        near = declare.nearest(package, stages())
+        raise ValueError(f"no such stage; did you mean {near}? Known: {', '.join(stages())}")
+    return getattr(importlib.import_module(f"{_package(package)}.component"), package.rpartition(".")[2])
+
+
+def parse(component: Component, flags: list[str]) -> Call:
+    """A call from KFP's executor input or from flags."""
+    if flags and flags[0] == "--executor-input":
+        if len(flags) != 2:
+            raise ValueError("--executor-input: takes one JSON document and no other flag")
+        return _from_kfp(component, flags[1])
+    return _from_flags(component, flags)
+
+
+def execute(package: str, component: Component, call: Call) -> None:
+    """Make the stage's artifact, or find it made, and hand its manifest and pages over."""
+    from reflux.components import artifacts, progress, sources, tracking
+
+    stage = component.name.rpartition(".")[2]
+    store = Store.open(call.store)
+    parents = {name: artifacts.Artifact.load(store, place.path.read_bytes()) for name, place in call.inputs.items()}
+    given = {field: sources.resolve(field, uri) for field, uri in declare.source_fields(call.config).items()}
+    writer = artifacts.Writer(
+        store,
+        stage=stage,
+        version=importlib.import_module(f"{_package(package)}.config").STAGE_VERSION,
+        key_fields=declare.key_fields(call.config),
+        other_fields=declare.other_fields(call.config),
+        parents=parents,
+        sources=given,
+        platform={"threads": os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count())},
+    )
+    params = declare.key_fields(call.config) | declare.other_fields(call.config) | declare.source_fields(call.config)
+    with tracking.stage_run(stage, call.run, key=writer.key, params=params, parents=parents, sources=given) as tracked:
+        artifact = writer.existing()
+        reused = artifact is not None
+        if artifact is None:
+            run = importlib.import_module(f"{_package(package)}.stage").run
+            (output,) = component.outputs
+            with progress.listening(tracked.publish if tracked else lambda points: None):
+                artifact = writer.commit(run(call.config, **parents, **{output: writer}))
+        pages = {f"{name}.html": artifact.file(f"{name}.html") for name in component.html}
+        if tracked:
+            tracked.finish(artifact, reused=reused, pages=pages)
+    print(f"{stage}: {'reused' if reused else 'made'} {artifact.digest}", flush=True)
+
+    metadata = {"digest": artifact.digest, "key": artifact.key, "stage": stage, "reused": "yes" if reused else "no"}
+    if tracked:
+        metadata["mlflow_run_id"] = tracked.run_id
+    made: dict[str, tuple[str, Mapping[str, str]]] = {}
+    for name, place in call.outputs.items():
+        place.path.parent.mkdir(parents=True, exist_ok=True)
+        place.path.write_bytes(pages[f"{name}.html"] if name in component.html else artifact.bytes)
+        made[name] = (place.uri, {} if name in component.html else metadata)
+    if call.executor_output is not None:
+        kfp_executor.write_output(call.executor_output, made)
+
+
+def _from_kfp(component: Component, text: str) -> Call:
+    asked = kfp_executor.read(text)
+    parameters = dict(asked.parameters)
+    at = {name: str(parameters.pop(name, "")) for name in declare.PLATFORM_PARAMETERS}
+    call = Call(
+        config=declare.from_mapping(component.config_class, parameters),
+        inputs=asked.inputs,
+        outputs=asked.outputs,
+        executor_output=asked.output_file,
+        **at,
+    )
+    return _complete(component, call)
+
+
+def _from_flags(component: Component, flags: list[str]) -> Call:
+    stage = component.name.rpartition(".")[2]
+    parser = argparse.ArgumentParser(
+        prog=f"reflux {stage}", description=component.config_class.__doc__, allow_abbrev=False
+    )
+    for name, meaning in declare.PLATFORM_PARAMETERS.items():
+        parser.add_argument(declare.flag(name), required=True, help=meaning)
+    for name in component.inputs:
+        parser.add_argument(declare.flag(name), required=True, type=Path, metavar="MANIFEST", help=f"Input {name}.")
+    for name in (*component.outputs, *component.html):
+        page = name in component.html
+        parser.add_argument(
+            declare.flag(f"out_{name}"),
+            required=not page,
+            type=Path,
+            metavar="PATH",
+            help=f"Where to put {'the page' if page else 'the manifest of'} {name}.",
+        )
+    declare.to_argparse(component.config_class, parser)
+    values = vars(parser.parse_args(flags))
+    at = {name: values.pop(name) for name in declare.PLATFORM_PARAMETERS}
+    inputs = {name: values.pop(name) for name in component.inputs}
+    outputs = {name: values.pop(f"out_{name}") for name in (*component.outputs, *component.html)}
+    call = Call(
+        config=declare.from_mapping(component.config_class, values),
+        inputs={name: Location(uri=str(path), path=path) for name, path in inputs.items()},
+        outputs={name: Location(uri=str(path), path=path) for name, path in outputs.items() if path},
+        **at,
+    )
+    return _complete(component, call)
+
+
+def _complete(component: Component, call: Call) -> Call:
+    """The call, if nothing that every stage needs is missing from it."""
+    for name in declare.PLATFORM_PARAMETERS:
+        if not getattr(call, name):
+            raise ValueError(f"{name}: must not be empty. {declare.PLATFORM_PARAMETERS[name]}")
+    for name in component.inputs:
+        if name not in call.inputs or not call.inputs[name].path.is_file():
+            where = call.inputs[name].path if name in call.inputs else "not given"
+            raise ValueError(f"input {name}: no manifest there ({where})")
+    return call
+
+
+def _package(package: str) -> str:
+    return package if "." in package else f"reflux.components.{package}"
+
+
+def _die_with_parent() -> None:
+    """Under the embedded runner, have the kernel kill this process when the runner dies, kill -9 included."""
+    parent = os.environ.get("REFLUX_PARENT_PID")
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it died before the line above
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

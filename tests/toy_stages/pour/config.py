@@ -1,0 +1,19 @@
+"""What pour does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+STAGE_VERSION = "1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PourConfig:
+    """Pour tea into cups."""
+
+    cups: int = 2
+    """Cups."""
+    sizes: list[int] = field(default_factory=lambda: [1, 2])
+    """Size of each cup, litres."""
+    sweet: bool = True
+    """With sugar."""
