@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+transformers_logging.disable_progress_bar()  # a bar of its own would break the progress lines of the stage
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -32,7 +32,14 @@ def chunked_loss(
     """The sum of `token_loss` over all N tokens, differentiable in the hidden states and in `trained`, parameters of
     the head.
     """
-    return _Chunked.apply(head, token_loss, chunk_tokens, hidden_ND, *trained)
+    if torch.is_grad_enabled():
+        return _Chunked.apply(head, token_loss, chunk_tokens, hidden_ND, *trained)
+    parts = [token_loss(head(hidden_ND[rows]), rows).sum() for rows in _chunks(len(hidden_ND), chunk_tokens)]
+    return torch.stack(parts).sum() if parts else hidden_ND.new_zeros(())
+
+
+def _chunks(tokens: int, chunk_tokens: int) -> list[slice]:
+    return [slice(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]
 
 
 class _Chunked(torch.autograd.Function):
@@ -48,8 +55,7 @@ class _Chunked(torch.autograd.Function):
         total = hidden_ND.new_zeros((), dtype=torch.float32)
         grad_ND = torch.zeros_like(hidden_ND)
         grads = [torch.zeros_like(p) for p in trained]
-        for start in range(0, len(hidden_ND), chunk_tokens):
-            rows = slice(start, min(start + chunk_tokens, len(hidden_ND)))
+        for rows in _chunks(len(hidden_ND), chunk_tokens):
             hidden_CD = hidden_ND[rows].detach().requires_grad_()
             with torch.enable_grad():
                 loss = token_loss(head(hidden_CD), rows).sum()

@@ -125,8 +125,8 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
         for layer in decoder_layers(model):
             for name, linear in [(n, m) for n, m in layer.named_modules() if isinstance(m, nn.Linear)]:
                 layer.set_submodule(name, LowBitLinear(linear, scheme.weight_bits, scheme.group_size))
+    model.policy = policy
     if scheme.quantizes_activations:
-        model.policy = policy
         model.model.register_forward_pre_hook(_remember_positions, with_kwargs=True)
         for site, module in site_modules(model).items():
             if policy is not None and site not in policy.index:

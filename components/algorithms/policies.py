@@ -64,7 +64,7 @@ class PositionTable(nn.Module):
 
 def interpolate(values_P: torch.Tensor, knots_P: torch.Tensor, position_BT: torch.Tensor) -> torch.Tensor:
     """[B, T] values at each position, linear between knots, constant beyond the last."""
-    right_BT = torch.bucketize(position_BT, knots_P).clamp(max=len(knots_P) - 1)
+    right_BT = torch.bucketize(position_BT.contiguous(), knots_P).clamp(max=len(knots_P) - 1)
     left_BT = (right_BT - 1).clamp(min=0)
     span_BT = (knots_P[right_BT] - knots_P[left_BT]).clamp(min=1)
     share_BT = ((position_BT - knots_P[left_BT]) / span_BT).clamp(0, 1).to(values_P.dtype)

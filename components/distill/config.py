@@ -26,7 +26,8 @@ class DistillConfig:
     beta: float = 0.0
     """Of beta_jsd, in [0, 1]: 0 is the forward KL, 1 the reverse. 0 recovers quantisation loss fastest."""
     on_policy_fraction: float = 0.5
-    """Lambda: share of the sequences that are the student's own rollouts, scored by the teacher; the rest are traces."""
+    """Lambda: share of the sequences that are the student's own rollouts, scored by the teacher; the rest are traces.
+    """
 
     weight_bits: int = 4
     """Bits of every decoder weight, 2 to 8; 16 leaves weights alone."""

@@ -21,7 +21,7 @@ BIMODAL = 5 / 9  # Sarle's coefficient of a uniform distribution
 
 def run(config: ProfileKvConfig, *, traces: Artifact, profile: Writer) -> dict[str, float]:
     """Write the position table, activation statistics, K norms and measured cache costs; return their summary."""
-    rows = _training_rows(traces, config.traces)
+    rows = _training_rows(traces, config.profiled_traces)
     path = profile.source("student_uri")
     tokenizer, model = models.load_tokenizer(path), models.load_model(path)
     sequences = [(row["prompt_token_ids"] + row["response_token_ids"])[: config.max_sequence_tokens] for row in rows]
