@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,12 +16,13 @@ from pyarrow import fs
 from reflux.components.storage import CHUNK_BYTES, Store, StoreError, checked_key
 
 _PARTIAL = ".partial"  # folder of unfinished writes: same file system as the objects, and no object itself
+_ATTEMPTS = 3
 
 
 class LocalStore(Store):
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().absolute()
-        self.uri = self.root.as_uri()
+        self.uri = self.where = self.root.as_uri()
 
     def path(self, key: str) -> Path:
         return self.root / checked_key(key)
@@ -35,17 +37,21 @@ class LocalStore(Store):
             return fs.LocalFileSystem().open_input_file(str(self.path(key)))
 
     def write_stream(self, key: str, stream: BinaryIO) -> None:
-        with self._explained(key), self._finished(key, stream) as (partial, target):
-            os.replace(partial, target)
+        with self._explained(key):
+            self._put(key, stream, os.replace)
 
     def write(self, key: str, data: bytes) -> None:
         self.write_stream(key, io.BytesIO(data))
 
     def create(self, key: str, data: bytes) -> bool:
-        with self._explained(key), self._finished(key, io.BytesIO(data)) as (partial, target):
+        with self._explained(key):
+            if self.path(key).exists():  # the common case, decided without writing; the link decides the races
+                return False
             try:
-                os.link(partial, target)  # unlike rename it never replaces
-            except FileExistsError:
+                self._put(key, io.BytesIO(data), os.link)  # unlike rename, it never replaces
+            except FileExistsError as error:
+                if error.filename2 is None:  # not the link: a file stands where a folder is needed
+                    raise
                 return False
             return True
 
@@ -66,7 +72,7 @@ class LocalStore(Store):
     def size(self, key: str) -> int:
         with self._explained(key):
             path = self.path(key)
-            if path.is_dir():
+            if not path.is_file():  # a folder is no object
                 raise FileNotFoundError
             return path.stat().st_size
 
@@ -76,16 +82,12 @@ class LocalStore(Store):
 
     def delete_prefix(self, prefix: str) -> None:
         with self._explained(prefix):
-            shutil.rmtree(self.path(prefix.strip("/")), ignore_errors=False) if self.path(
-                prefix.strip("/")
-            ).is_dir() else None
+            shutil.rmtree(self.path(prefix.strip("/")), onerror=_tolerate_others)
 
-    @contextmanager
-    def _finished(self, key: str, stream: BinaryIO) -> Iterator[tuple[str, Path]]:
-        """A synced temporary file with the stream's bytes, and where it belongs; what is left of it is removed."""
+    def _put(self, key: str, stream: BinaryIO, place: Callable[[str, Path], None]) -> None:
+        """Write and sync a temporary file, then let `place` give it its name."""
         target = self.path(key)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (self.root / _PARTIAL).mkdir(exist_ok=True)
+        (self.root / _PARTIAL).mkdir(parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(dir=self.root / _PARTIAL)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -93,8 +95,15 @@ class LocalStore(Store):
                 file.flush()
                 os.fchmod(file.fileno(), 0o644)  # mkstemp's 0600 would hide a shared store from its other users
                 os.fsync(file.fileno())
-            yield partial, target
-            _sync_folder(target.parent)
+            for attempt in range(_ATTEMPTS):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    place(partial, target)
+                    _sync_folder(target.parent)
+                    return
+                except FileNotFoundError:  # another process removed the folder in between
+                    if attempt == _ATTEMPTS - 1:
+                        raise
         finally:
             Path(partial).unlink(missing_ok=True)
 
@@ -103,11 +112,16 @@ class LocalStore(Store):
         try:
             yield
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"store {self.uri}: no object {key}") from error
-        except StoreError:
-            raise
+            raise FileNotFoundError(f"store {self.where}: no object {key}") from error
         except OSError as error:
-            raise StoreError(f"store {self.uri}: {key or 'root'}: {error.strerror or error}") from error
+            raise StoreError(f"store {self.where}: {key or 'root'}: {error.strerror}") from error
+
+
+def _tolerate_others(_function: Any, _path: str, failure: tuple[Any, BaseException, Any]) -> None:
+    """Another process may remove or fill the same folder: what it removed is gone, what it writes is its own to remove."""
+    error = failure[1]
+    if not (isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.ENOTDIR)):
+        raise error
 
 
 def _sync_folder(folder: Path) -> None:

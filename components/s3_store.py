@@ -1,4 +1,4 @@
-"""A store in S3 or a server that speaks it: boto3 for objects, conditional and multipart writes; pyarrow for random access."""
+"""A store in S3 or a server that speaks it: boto3 for whole objects and conditional writes, pyarrow for random access."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyarrow import fs
 from reflux.components.storage import CHUNK_BYTES, S3Settings, Store, StoreError, checked_key
 
 _ATTEMPTS = 4  # of one request or of one stalled stream: bounded, so that a dead endpoint is an error within a minute
-_SINGLE_PUT_BYTES = 64 << 20
+_SINGLE_PUT_BYTES = 16 << 20
 _MISSING = {"404", "NoSuchKey", "NotFound"}
 _EXISTS = {"412", "PreconditionFailed"}
 _CONFLICT = {"409", "ConditionalRequestConflict"}  # another conditional write is under way: its outcome decides
@@ -29,24 +29,26 @@ class S3Store(Store):
         self.bucket, self.settings = bucket, settings
         self._root = f"{checked_key(prefix)}/" if prefix else ""
         self.uri = f"s3://{bucket}/{prefix}".rstrip("/")
+        self.where = f"{self.uri} at {settings.endpoint or 'AWS'}"
         self._client = _client(settings)
 
     def chunks(self, key: str) -> Iterator[bytes]:
-        """A stream that breaks off is continued where it stood, from the same version of the object or not at all."""
-        position, total, failures, condition = 0, -1, 0, {}
-        while position != total:
+        with self._explained(key):
+            answer = self._client.get_object(**self._name(key))
+        position, total, version, failures = 0, answer["ContentLength"], answer["ETag"], 0
+        while True:
             try:
                 with self._explained(key):
-                    part = self._client.get_object(**self._name(key), **condition)
-                    total = position + part["ContentLength"] if total < 0 else total
-                    for chunk in part["Body"].iter_chunks(CHUNK_BYTES):
+                    for chunk in answer["Body"].iter_chunks(CHUNK_BYTES):
                         position += len(chunk)
                         yield chunk
-            except StoreError as error:
+                return
+            except StoreError:  # the stream broke off: go on where it stood, in the same version of the object
                 failures += 1
-                if position == 0 or failures == _ATTEMPTS or isinstance(error.__cause__, ClientError):
+                if position == total or failures == _ATTEMPTS:
                     raise
-            condition = {"Range": f"bytes={position}-", "IfMatch": part["ETag"]} if position else {}
+            with self._explained(key):
+                answer = self._client.get_object(**self._name(key), Range=f"bytes={position}-", IfMatch=version)
 
     def open_input(self, key: str) -> Any:
         self.size(key)  # pyarrow's own message for a missing object names neither endpoint nor store
@@ -111,7 +113,7 @@ class S3Store(Store):
                 names = [{"Key": self._root + key} for key in keys[start : start + 1000]]
                 answer = self._client.delete_objects(Bucket=self.bucket, Delete={"Objects": names, "Quiet": True})
                 for refusal in answer.get("Errors", []):
-                    raise StoreError(f"store {self.uri}: cannot delete {refusal['Key']} ({refusal.get('Code')})")
+                    raise StoreError(f"store {self.where}: cannot delete {refusal['Key']} ({refusal.get('Code')})")
 
     def _name(self, key: str) -> dict[str, str]:
         return {"Bucket": self.bucket, "Key": self._root + checked_key(key)}
@@ -123,9 +125,8 @@ class S3Store(Store):
         except (ClientError, BotoCoreError, Boto3Error) as error:
             code = _code(error) or _code(error.__cause__)
             if code in _MISSING:
-                raise FileNotFoundError(f"store {self.uri}: no object {key}") from error
-            where = f"store {self.uri} at {self.settings.endpoint or 'AWS'}"
-            raise StoreError(f"{where}: {key or 'root'}: {error}") from error
+                raise FileNotFoundError(f"store {self.where}: no object {key}") from error
+            raise StoreError(f"store {self.where}: {key or 'root'}: {error}") from error
 
 
 def _code(error: BaseException | None) -> str:

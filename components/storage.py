@@ -1,8 +1,8 @@
-"""One object store for every stage: a plain directory or S3, with the same names, the same guarantees and the same errors.
+"""One object store for every stage: a plain directory or S3, with the same names, guarantees and errors.
 
-A store is a root URI. Keys are '/'-separated names below it. Two guarantees carry the artifacts: a written object is whole or
-absent, and `create` lets exactly one of several writers succeed. pyarrow, boto3 and MLflow read different environment variables
-(pyarrow ignores AWS_ENDPOINT_URL), so all three are fed from one `S3Settings`.
+A store is a root URI; keys are '/'-separated names below it. Two guarantees carry the artifacts: a written object is
+whole or absent, and `create` lets exactly one of several writers succeed. pyarrow, boto3 and MLflow read different
+environment variables (pyarrow ignores AWS_ENDPOINT_URL), so all three are fed from one `S3Settings`.
 """
 
 from __future__ import annotations
@@ -66,14 +66,15 @@ class S3Settings:
 
 
 class Store(ABC):
-    """Objects below a root URI. Every error is an OSError that names the URI: FileNotFoundError, or StoreError with the cause."""
+    """Objects below a root URI. Every error names it: FileNotFoundError, or StoreError with the cause."""
 
     uri: str
+    where: str  # the URI, and the endpoint if there is one: for messages
 
     @staticmethod
     def open(uri: str, settings: S3Settings | None = None) -> Store:
-        """A store at a directory, file://, s3://bucket/prefix or minio://bucket/prefix (KFP's name for the same; its query is dropped)."""
-        # imported here because both modules build on this one, and because a directory needs no boto3
+        """A store at a directory, file:///directory, s3://bucket/prefix, or minio:// (KFP's name for s3; its query is dropped)."""
+        # imported here since both modules build on this one, and a directory needs no boto3
         parts = urlsplit(uri)
         if parts.scheme in ("s3", "minio"):
             from reflux.components.s3_store import S3Store
@@ -105,7 +106,7 @@ class Store(ABC):
 
     @abstractmethod
     def create(self, key: str, data: bytes) -> bool:
-        """Store an object if there is none of that name; False if there is. Of several writers exactly one gets True."""
+        """Store an object if there is none of that name, else False. Of several writers exactly one gets True."""
 
     @abstractmethod
     def sizes(self, prefix: str = "") -> dict[str, int]:
@@ -167,21 +168,17 @@ class Store(ABC):
         return [*self.sizes(prefix)]
 
     def check_writable(self) -> None:
-        """Refuse a store that cannot be written, read, listed or that lets two writers create one object: before work is spent on it."""
+        """StoreError if it cannot be written, read or listed, or lets two writers create one object."""
         key = f"probe-{uuid.uuid4().hex}"
         try:
             outcome = [self.create(key, b"1"), self.create(key, b"2"), self.read(key), self.list(key)]
-            if outcome != [True, False, b"1", [key]]:
-                raise StoreError(
-                    f"store {self.uri}: it does not honour conditional writes, so two runs could overwrite each other ({outcome})"
-                )
-        except StoreError:
-            raise
         except OSError as error:
-            raise StoreError(f"store {self.uri}: not writable ({error})") from error
+            raise StoreError(f"store {self.where}: not writable ({error.__cause__ or error})") from error
         finally:
             with suppress(OSError):
                 self.delete(key)
+        if outcome != [True, False, b"1", [key]]:
+            raise StoreError(f"store {self.where}: does not honour conditional writes, so runs could overwrite each other")
 
 
 class _HashingReader:
