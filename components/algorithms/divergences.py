@@ -66,7 +66,7 @@ def score_tokens(
     `head` maps [n, D] to logits [n, P]. `teacher` is its own final hidden states of the same N tokens, and its own
     head; without it the divergences are 0. ValueError for a target outside the vocabulary.
     """
-    if len(targets_N) and not (0 <= int(targets_N.min()) and int(targets_N.max()) < vocab_size):
+    if len(targets_N) and not (int(targets_N.min()) >= 0 and int(targets_N.max()) < vocab_size):
         raise ValueError(f"token {int(targets_N.max())} is not in the tokenizer's vocabulary of {vocab_size}")
     nll_N = torch.zeros(len(targets_N), dtype=torch.float64)
     jsd_N = torch.zeros(len(targets_N), dtype=torch.float64)

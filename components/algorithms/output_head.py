@@ -39,8 +39,8 @@ def output_head(model: Any) -> OutputHead:
         return logits_NP if cap is None else torch.tanh(logits_NP / cap) * cap
 
     with torch.no_grad():
-        input_BT = torch.zeros(1, 3, dtype=torch.long)
-        mask_BT, position_BT = torch.ones_like(input_BT), torch.arange(3)[None]
+        position_BT = torch.arange(3, device=projection.weight.device)[None]
+        input_BT, mask_BT = position_BT + 1, torch.ones_like(position_BT)
         own_NP = model(input_ids=input_BT, attention_mask=mask_BT, position_ids=position_BT).logits[0]
         ours_NP = head(final_hidden_states(model, input_BT, mask_BT, position_BT)[0])
     if not torch.allclose(own_NP, ours_NP, rtol=1e-2, atol=1e-2):
