@@ -55,7 +55,7 @@ def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
     for name, batch in todo:
         table = answer_table(model, tokenizer, batch, config, teacher_digest=teacher_digest, schema=schema)
         traces.write_table(name, table, schema)
-        tokens += pc.list_value_length(table["response_token_ids"]).to_numpy().sum()
+        tokens += pc.sum(pc.list_value_length(table["response_token_ids"])).as_py()
         answered += len(batch)
         report(answered, len(prompts), "prompts", f"{tokens / (time.monotonic() - started):.0f} tokens/s")
     seconds = time.monotonic() - started
