@@ -55,7 +55,12 @@ class Display:
             left = f"{progress.duration(report.left_s)} left" if report.left_s else ""
             note = f" {report.note}" if report.note else ""
             self._bar.update(
-                self._task, completed=report.done, total=report.total, unit=report.unit, left=f"{left}{note}".strip()
+                self._task,
+                completed=report.done,
+                total=report.total,
+                unit=report.unit,
+                left=f"{left}{note}".strip(),
+                refresh=True,
             )
 
     def end(self, stage: str, digest: str, seconds: float, *, reused: bool) -> None:

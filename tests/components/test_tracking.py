@@ -1,0 +1,168 @@
+"""MLflow on a real sqlite file: a run that is retried, killed or reused looks as if it had gone right at once."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reflux.components import __main__ as entry
+from reflux.components import tracking
+from reflux.components.progress import MetricPoint
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for the module: making its tables takes seconds. Each test has an experiment of its own."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+
+
+@pytest.fixture
+def client(database: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", request.node.name)
+    monkeypatch.delenv("REFLUX_PARENT_PID", raising=False)
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=database)
+
+
+def brew(root: Path, *more: str, run: str = "r1") -> int:
+    leaves = root / "leaves.txt"
+    leaves.write_text("assam")
+    flags = ["--store", str(root / "store"), "--run", run, "--out-tea", str(root / "tea.json"), "--leaves", str(leaves)]
+    return entry.main(["toy_stages.brew", *flags, *more])
+
+
+def pour(root: Path, run: str = "r1") -> int:
+    flags = ["--store", str(root / "store"), "--run", run, "--tea", str(root / "tea.json")]
+    return entry.main(["toy_stages.pour", *flags, "--out-cup", str(root / "cup.json")])
+
+
+def runs(client: Any, request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    """Run name -> its runs in this test's experiment, the oldest first."""
+    experiment = client.get_experiment_by_name(request.node.name)
+    found: dict[str, list[Any]] = {}
+    for run in client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"]):
+        found.setdefault(run.info.run_name, []).append(run)
+    return found
+
+
+def history(client: Any, run: Any, metric: str) -> list[tuple[int, int, float]]:
+    return [(m.step, m.timestamp, m.value) for m in client.get_metric_history(run.info.run_id, metric)]
+
+
+def test_one_parent_and_one_nested_run_per_stage(tmp_path: Path, client: Any, request: pytest.FixtureRequest) -> None:
+    tracking.begin_pipeline("r1", {"recipe": "toy", "teacher": "s3://key:secret@bucket/teacher"})
+    assert brew(tmp_path, "--minutes", "5") == 0
+    assert pour(tmp_path) == 0
+    page = tmp_path / "report.html"
+    page.write_text("<p>all</p>")
+    tracking.end_pipeline("r1", status="FINISHED", verdict="pass", root="sha256:ab", metrics={"pmr": 0.9}, report=page)
+
+    found = runs(client, request)
+    assert {name: len(r) for name, r in found.items()} == {"r1": 1, "brew": 1, "pour": 1}
+    (parent,), (stage,), (last,) = found["r1"], found["brew"], found["pour"]
+    assert {stage.data.tags["mlflow.parentRunId"], last.data.tags["mlflow.parentRunId"]} == {parent.info.run_id}
+    assert {run.info.status for run in (parent, stage, last)} == {"FINISHED"}
+    assert parent.data.params == {"recipe": "toy", "teacher": "s3://bucket/teacher"}
+    assert (parent.data.tags["reflux.verdict"], parent.data.tags["reflux.root"]) == ("pass", "sha256:ab")
+    assert stage.data.params["minutes"] == "5"
+    assert stage.data.tags["reflux.digest"].startswith("sha256:")
+    assert "reused_from" not in stage.data.tags
+    assert stage.data.metrics["cups"] == 2.0
+    (tea,) = last.inputs.dataset_inputs
+    assert tea.dataset.name == "tea"
+    assert stage.data.tags["reflux.digest"] in {tag.value for tag in tea.tags}
+    assert tea.dataset.digest in stage.data.tags["reflux.digest"]
+    assert str(tmp_path / "store") in tea.dataset.source
+    (leaves,) = stage.inputs.dataset_inputs
+    assert leaves.dataset.name == "leaves"
+    assert [file.path for file in client.list_artifacts(last.info.run_id)] == ["report.html"]
+    assert [file.path for file in client.list_artifacts(parent.info.run_id)] == ["report.html"]
+    assert "/mlartifacts/" in last.info.artifact_uri
+
+
+def test_a_retry_continues_the_run_and_repeats_no_point(
+    tmp_path: Path, client: Any, request: pytest.FixtureRequest
+) -> None:
+    assert brew(tmp_path, "--fault", "value", "--steps", "3") == 2
+    (failed,) = runs(client, request)["brew"]
+    assert failed.info.status == "FAILED"
+    assert history(client, failed, "warmth") == [(1, 1000, 0.5), (2, 2000, 0.5), (3, 3000, 0.5)]
+
+    assert brew(tmp_path, "--steps", "4") == 0  # a setting that changed, and points that are published again
+    (done,) = runs(client, request)["brew"]
+    assert (done.info.run_id, done.info.status) == (failed.info.run_id, "FINISHED")
+    *steps, final = history(client, done, "warmth")
+    assert steps == [(step, 1000 * step, 0.5) for step in (1, 2, 3, 4)]
+    assert (final[0], final[2]) == (4, 0.9)
+    nans = history(client, done, "loss_nats")
+    assert len(nans) == 4
+    assert all(math.isnan(value) for _, _, value in nans)
+    assert done.data.params["steps"] == "3"
+    assert done.data.tags["reflux.retried_with.steps"] == "4"
+
+    assert brew(tmp_path, "--steps", "4") == 0  # the whole command once more: nothing is added
+    (again,) = runs(client, request)["brew"]
+    assert history(client, again, "warmth") == [*steps, final]
+    assert len(again.inputs.dataset_inputs) == 1
+    assert "reused_from" not in again.data.tags
+
+
+def test_a_reused_stage_names_the_run_that_made_it(tmp_path: Path, client: Any, request: pytest.FixtureRequest) -> None:
+    assert brew(tmp_path, run="r1") == 0
+    assert brew(tmp_path, run="r2") == 0
+    made, reused = runs(client, request)["brew"]
+    assert reused.data.tags["reused_from"] == made.info.run_id
+    assert reused.data.metrics["cups"] == 2.0
+    assert reused.data.tags["reflux.run"] == "r2"
+    assert len(runs(client, request)["r2"]) == 1  # no command line made the parent: the stage did
+
+
+def test_points_wait_while_mlflow_is_away(
+    client: Any, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tracking.stage_run("steep", "r1", key="k", params={}, parents={}, sources={}) as run:
+        assert run is not None
+        working, run.client = run.client, None
+        run.publish([MetricPoint(step=1, time_ms=1, values={"loss_nats": 2.0})])
+        assert "tracking: 1 points wait" in capsys.readouterr().out
+        run.client = working
+        run.publish([MetricPoint(step=2, time_ms=2, values={"loss_nats": 1.0})])
+    (steep,) = runs(client, request)["steep"]
+    assert history(client, steep, "loss_nats") == [(1, 1, 2.0), (2, 2, 1.0)]
+
+
+def test_interrupted_by_hand_is_killed_not_failed(client: Any, request: pytest.FixtureRequest) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        tracking.stage_run("steep", "r1", key="k", params={}, parents={}, sources={}),
+    ):
+        raise KeyboardInterrupt
+    (steep,) = runs(client, request)["steep"]
+    assert steep.info.status == "KILLED"
+
+
+def test_off_without_a_tracking_uri(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert tracking.begin_pipeline("r1", {}) is None
+    tracking.end_pipeline("r1", status="FINISHED")
+    assert brew(tmp_path) == 0
+    assert capsys.readouterr().out.count("tracking: off") == 1
+
+
+def test_unusable_tracking_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/nowhere/mlflow.db")
+    assert brew(tmp_path) == 2
+    assert "reflux brew: MLFLOW_TRACKING_URI" in capsys.readouterr().err
+
+
+def test_a_quote_in_a_run_name_is_refused(client: Any) -> None:
+    with pytest.raises(ValueError, match="a quote cannot be searched for"):
+        tracking.begin_pipeline("it's", {})

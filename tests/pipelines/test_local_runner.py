@@ -1,0 +1,159 @@
+"""The embedded runner: real declared components through kfp.local, and the internals of kfp that this leans on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import kfp
+import pytest
+from kfp.local import config as kfp_config
+from kfp.local import subprocess_task_handler, task_dispatcher
+from reflux.components.artifacts import Artifact
+from reflux.components.storage import Store
+from reflux.pipelines.local_runner import StageError
+from toy_stages.pipeline import party
+
+TESTS = Path(__file__).parents[1]
+COMMAND = ["python3", "-m", "reflux.components", "toy_stages.brew", "--executor-input", '{"x": "/lib/python3.11/m"}']
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PATH", "/nowhere")  # the venv is not activated, and there is no python3 to be found
+
+
+def test_two_stages_leave_artifacts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    note = "ask python3 {{name}} \"twice\" 'ü'"
+    results = party(tmp_path, note=note, minutes=7)
+    assert list(results) == ["brew", "pour"]
+    store = Store.open(str(tmp_path / "store"))
+    for stage, result in results.items():
+        artifact = Artifact.load(store, result.manifest.read_bytes())
+        assert (artifact.stage, artifact.key, artifact.digest) == (stage, result.key, result.digest)
+        assert result.seconds > 0
+        assert not result.reused
+    tea = Artifact.open(store, "brew", results["brew"].key)
+    assert tea.file("tea.txt").decode() == f"assam|7|{note}"
+
+    output = capsys.readouterr().out
+    assert "[1/2] brew" in output
+    assert "brewing assam" in output
+    assert "progress 100 %  4/4 minutes" in output
+    assert "INFO" not in output  # kfp's own log
+
+    again = party(tmp_path, note=note, minutes=7)
+    assert {s: (r.digest, r.reused) for s, r in again.items()} == {s: (r.digest, True) for s, r in results.items()}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("value", "brew: brew.leaves: too old, from 2 to 5 days are allowed"),
+        ("crash", "brew: exit code 1: RuntimeError: the pot broke"),
+        ("kill", "brew: killed by SIGKILL"),
+    ],
+)
+def test_a_failing_stage_speaks_for_itself(tmp_path: Path, fault: str, message: str) -> None:
+    with pytest.raises(StageError) as caught:
+        party(tmp_path, fault=fault)
+    assert str(caught.value).startswith(message)
+    assert caught.value.stage == "brew"
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+    assert kfp_config.LocalExecutionConfig.instance is None  # kfp is left as it was
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+    """In a real pseudo-terminal, from a process of its own."""
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "from toy_stages.pipeline import party\n"
+        "party(Path(sys.argv[2]), note='[bold] layer')\n"
+    )
+    done = in_terminal([sys.executable, "-c", code, str(TESTS), str(tmp_path)])
+    assert "brewing assam" in done
+    assert "reflux_progress" not in done
+    assert "4/4" in done
+    assert "[bold] layer" in done
+
+
+def test_killing_the_runner_kills_the_stage(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "from toy_stages.pipeline import party\n"
+        "party(Path(sys.argv[2]), fault='sleep')\n"
+    )
+    runner = subprocess.Popen(
+        [sys.executable, "-c", code, str(TESTS), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert runner.stdout is not None
+    try:
+        line = next(line for line in runner.stdout if "sleeping as" in line)
+        stage = int(line.split()[-1])
+        runner.kill()
+        runner.wait()
+        deadline = time.monotonic() + 10
+        while alive(stage) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not alive(stage)
+    finally:
+        runner.kill()
+        runner.wait()
+        runner.stdout.close()
+
+
+def alive(pid: int) -> bool:
+    """Running, and not merely waiting for its exit code to be collected."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def in_terminal(command: list[str]) -> str:
+    """What a command writes to a pseudo-terminal."""
+    primary, secondary = os.openpty()
+    process = subprocess.Popen(
+        command, stdin=secondary, stdout=secondary, stderr=secondary, env={**os.environ, "TERM": "xterm"}
+    )
+    os.close(secondary)
+    seen = b""
+    try:
+        while chunk := os.read(primary, 65536):
+            seen += chunk
+    except OSError:  # Linux's end of file on a pseudo-terminal
+        pass
+    finally:
+        os.close(primary)
+        if process.poll() is None and signal.SIGKILL:
+            process.wait(timeout=60)
+    return seen.decode(errors="replace")
+
+
+class TestContractWithKfp:
+    """What local_runner.py overrides exists, and is still needed. If a test fails here, read that module anew."""
+
+    def test_version(self) -> None:
+        assert version("kfp").startswith("2.17."), kfp.__version__
+
+    def test_handler_is_looked_up_when_a_task_runs(self) -> None:
+        assert task_dispatcher.subprocess_task_handler is subprocess_task_handler
+
+    def test_stock_handler_refuses_container_components(self) -> None:
+        with pytest.raises(RuntimeError, match="Container Component"):
+            subprocess_task_handler.SubprocessTaskHandler(
+                image="reflux/python", full_command=COMMAND, pipeline_root="/tmp", runner=kfp.local.SubprocessRunner()
+            )
+
+    def test_stock_replacement_of_the_interpreter_breaks_paths(self) -> None:
+        replaced = subprocess_task_handler.replace_python_executable(COMMAND, "/venv/bin/python")
+        assert replaced[0] == "/venv/bin/python"
+        assert "/lib/python3.11/m" not in replaced[-1]

@@ -1,0 +1,30 @@
+"""The two toy stages as a pipeline, and a run of it on this machine."""
+
+from pathlib import Path
+from typing import Any
+
+from kfp import dsl
+from reflux.pipelines.compile import compile_to_text
+from reflux.pipelines.local_runner import StageResult, run_pipeline
+
+from toy_stages.brew.component import brew
+from toy_stages.brew.config import BrewConfig
+from toy_stages.pour.component import pour
+from toy_stages.pour.config import PourConfig
+
+
+def tea_party(**values: Any) -> Any:
+    @dsl.pipeline(name="tea-party")
+    def pipeline(store: str, run: str, leaves: str) -> None:
+        at = {"store": store, "run": run}
+        tea = brew(BrewConfig(**values), leaves=leaves, **at).outputs["tea"]
+        pour(PourConfig(), tea=tea, **at)
+
+    return pipeline
+
+
+def party(root: Path, **brew: Any) -> dict[str, StageResult]:
+    leaves = root / "python3 leaves.txt"
+    leaves.write_text("assam")
+    arguments = {"store": str(root / "store"), "run": "r1", "leaves": str(leaves)}
+    return run_pipeline(compile_to_text(tea_party(**brew)), arguments, root=root / "kfp")
