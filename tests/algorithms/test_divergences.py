@@ -1,4 +1,4 @@
-"""Jensen-Shannon divergence: known values, bounds, symmetry, padded vocabularies, and the chunked scorer against a loop."""
+"""Jensen-Shannon divergence: known values, bounds, symmetry, padded vocabularies; the chunked scorer against a loop."""
 
 from __future__ import annotations
 
@@ -94,5 +94,5 @@ def test_scoring_in_chunks_equals_scoring_at_once(tokens: int):
 
 
 def test_a_target_outside_the_vocabulary_is_refused():
-    with pytest.raises(ValueError, match="token 41 .* vocabulary of 40"):
+    with pytest.raises(ValueError, match=r"token 41 .* vocabulary of 40"):
         score_tokens(torch.randn(2, 8), torch.tensor([0, 41]), lambda h: h.repeat(1, 6), 40)

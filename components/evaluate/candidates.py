@@ -1,0 +1,79 @@
+"""The models that are compared, from the teacher to the exported student, each loaded only when its turn comes.
+
+The low-bit baselines take their quantiser from the bundle, so that what differs between `w4a4_dual` and
+`w4a4_distilled` is training alone. The distilled row is the bundle as it would be deployed, not distill's checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme, apply_scheme
+from reflux.components.algorithms.policies import PositionTable
+from reflux.components.bundle import load_bundle
+from reflux.components.models import load_model
+
+UNQUANTISED = Scheme(weight_bits=FULL_PRECISION, activation_bits=FULL_PRECISION)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    name: str
+    role: str
+    """One of row.ROLES."""
+    scheme: Scheme
+    load: Callable[[], Any]
+
+    @property
+    def latency_of(self) -> str:
+        """Low-bit arithmetic is imitated in floating point here, so its time is not that of a deployed kernel."""
+        return "deployed" if self.scheme == UNQUANTISED else "simulated"
+
+
+def candidates(
+    *, teacher: Path | None, student: Path, bundle: Path, scheme: Scheme, policy: PositionTable, dtype: str
+) -> list[Candidate]:
+    """In the order of the table. `scheme` is the bundle's; `policy` is the table from before training.
+
+    `teacher` is None when it is the student's base; otherwise it comes first, with a row of its own. A baseline that
+    the bundle's scheme already is (weights only, plain) is left out.
+    """
+
+    def baseline(role: str, scheme: Scheme) -> Candidate:
+        table = policy if scheme.needs_policy else None
+        return Candidate(
+            name=scheme_name(scheme),
+            role=role,
+            scheme=scheme,
+            load=lambda: apply_scheme(load_model(student, dtype), scheme, table),
+        )
+
+    name = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+    full = Candidate(name=name, role="full", scheme=UNQUANTISED, load=partial(load_model, student, dtype))
+    baselines = [
+        baseline("weights_only", replace(scheme, activation_bits=FULL_PRECISION)),
+        baseline("plain", replace(scheme, activation="plain")),
+    ]
+    others = [] if teacher is None else [teacher]
+    return [
+        *(replace(full, name="teacher", role="teacher", load=partial(load_model, path, dtype)) for path in others),
+        full,
+        *(candidate for candidate in baselines if candidate.scheme != scheme),
+        baseline("undistilled", scheme),
+        Candidate(
+            name=f"w{scheme.weight_bits}a{scheme.activation_bits}_distilled",
+            role="distilled",
+            scheme=scheme,
+            load=partial(load_bundle, bundle),
+        ),
+    ]
+
+
+def scheme_name(scheme: Scheme) -> str:
+    """w4a16_rtn (round to nearest), w4a4_plain, w4a4_dual."""
+    bits = f"w{scheme.weight_bits}a{scheme.activation_bits}"
+    return f"{bits}_{scheme.activation}" if scheme.quantizes_activations else f"{bits}_rtn"

@@ -1,0 +1,38 @@
+"""Bytes and bits of a scheme as it would be deployed, whatever form it has while it is simulated here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reflux.components.algorithms.low_bit import SITES, LowBitLinear, Scheme, decoder_layers
+from torch import nn
+
+TABLE_VALUE_BYTES = 4
+"""The policy table is float32."""
+
+
+def deployed_bytes(model: Any, scheme: Scheme) -> int:
+    """Codes and scales of the quantised weights, everything else (embedding, norms, policy table) in full precision.
+
+    A tied embedding counts once.
+    """
+    low_bit = {id(m.weight) for m in model.modules() if isinstance(m, LowBitLinear)}
+    bits = sum(
+        p.numel() * (scheme.effective_bits() if id(p) in low_bit else 8 * p.element_size())
+        for name, p in model.named_parameters()  # without repeats
+        if not name.startswith("policy.")
+    )
+    table = model.policy.scales().numel() * TABLE_VALUE_BYTES if scheme.needs_policy else 0
+    return round(bits / 8) + table
+
+
+def activation_bits(model: Any, scheme: Scheme) -> float:
+    """Effective bits per quantised activation, mean over the values of all sites."""
+    layer = decoder_layers(model)[0]
+    widths = [_input_width(layer.get_submodule(path)) for path in SITES.values()]
+    return sum(width * scheme.effective_bits_activation(width) for width in widths) / sum(widths)
+
+
+def _input_width(module: nn.Module) -> int:
+    """Channels that the first linear of a block, or a linear itself, receives."""
+    return next(m.weight.shape[1] for m in module.modules() if isinstance(m, nn.Linear | LowBitLinear))

@@ -1,0 +1,168 @@
+"""The report's plots, as SVG that stands inside a page: no file, no font, no namespace, ids that do not clash."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import matplotlib as mpl
+from reflux.components.algorithms.gap_closed import GapClosed
+
+from .row import Row
+
+mpl.use("svg")
+
+from matplotlib.figure import Figure
+
+COLORS = {
+    "teacher": "#6b7280",
+    "full": "#111827",
+    "weights_only": "#2563eb",
+    "plain": "#b91c1c",
+    "undistilled": "#d97706",
+    "distilled": "#059669",
+}
+"""By role; each keeps a contrast of 3 or more on white and differs in lightness too."""
+
+STYLE = {
+    "svg.fonttype": "none",  # text stays text: it is selectable and takes the page's font
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9ca3af",
+    "axes.labelcolor": "#374151",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e5e7eb",
+    "grid.linewidth": 0.7,
+    "xtick.color": "#6b7280",
+    "ytick.color": "#6b7280",
+    "text.color": "#111827",
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+}
+WIDTH_INCHES, HEIGHT_INCHES = 4.8, 3.1
+"""About a phone's width at 72 dots per inch, so text stays readable there."""
+
+PHASE_SHADES = ("#f3f4f6", "#e0f2fe", "#ecfdf5", "#fef3c7")
+CURVES = {
+    "loss_nats": ("loss", "#111827"),
+    "kl_forward_nats": ("KL(T‖S)", "#059669"),
+    "kl_reverse_nats": ("KL(S‖T)", "#d97706"),
+}
+"""Metric of the training table -> its label and colour."""
+
+
+NAMES = {"heldout": "held-out\nanswers", "text": "evaluation\ntext"}
+
+
+def training_curves(training: list[dict[str, Any]]) -> str:
+    """Loss and divergence by step, the phases as shades behind them. "" if the table has none of these metrics."""
+    points = {metric: [(row["step"], row["value"]) for row in training if row["metric"] == metric] for metric in CURVES}
+    if not any(points.values()):
+        return ""
+    with mpl.rc_context(STYLE):
+        figure, axes = _axes("optimizer step", "nats per token")
+        for (phase, first, last), shade in zip(_phases(training), PHASE_SHADES * len(training), strict=False):
+            axes.axvspan(first - 0.5, last + 0.5, color=shade, linewidth=0)
+            axes.annotate(
+                phase, ((first + last) / 2, 1), (0, -4), xycoords=("data", "axes fraction"),
+                textcoords="offset points", ha="center", va="top", color="#6b7280", fontsize=8,
+            )  # fmt: skip
+        for metric, (label, color) in CURVES.items():
+            if points[metric]:
+                steps, values = zip(*points[metric], strict=True)
+                axes.plot(steps, values, color=color, label=label, marker="." if len(steps) < 10 else None)
+        axes.set_ylim(bottom=0, top=1.12 * axes.get_ylim()[1])  # room for the names of the phases
+        axes.legend(loc="upper right", bbox_to_anchor=(1, 0.93))
+        return _svg(figure, "training")
+
+
+def error_by_layer(rows: list[Row]) -> str:
+    """How far each layer's output is from full precision, for every quantised scheme."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _axes("decoder layer", "relative error of its output")
+        for row in rows:
+            if row.layer_errors and row.role != "full":
+                marker = "." if len(row.layer_errors) < 10 else None
+                axes.plot(row.layer_errors, color=COLORS[row.role], label=row.scheme, marker=marker)
+        axes.set_ylim(bottom=0)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend(fontsize=8)
+        return _svg(figure, "layers")
+
+
+def perplexity_by_bits(rows: list[Row]) -> str:
+    """What a scheme costs in perplexity against what it costs in bits, both on logarithmic axes."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _axes("bits per weight + bits per activation", "perplexity of the text")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        bits = [row.effective_bits + row.effective_bits_activation for row in rows]
+        middle = (min(bits) * max(bits)) ** 0.5
+        for row, x in zip(rows, bits, strict=True):
+            axes.scatter(x, row.perplexity, color=COLORS[row.role], s=36, zorder=3)
+            align, offset = ("left", (7, -3)) if x <= middle else ("right", (4, 7))
+            axes.annotate(
+                f"{row.scheme}  {row.perplexity:,.1f}", (x, row.perplexity), offset,
+                textcoords="offset points", ha=align, fontsize=8,
+            )  # fmt: skip
+        axes.set_xlim(min(bits) / 1.25, max(bits) * 1.25)
+        axes.margins(y=0.15)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.minorticks_off()
+        return _svg(figure, "bits")
+
+
+def gap_closed(gaps: dict[str, GapClosed], thresholds: dict[str, float]) -> str:
+    """Where the distilled student stands between the undistilled one (0) and full precision (1), and what the gate
+    asks for.
+    """
+    with mpl.rc_context(STYLE):
+        figure, axes = _axes("share of the gap closed, with 95 % interval", "", height_inches=2.0)
+        for y, (name, gap) in enumerate(gaps.items()):
+            axes.plot([0, 1], [y, y], color="#e5e7eb", linewidth=8, solid_capstyle="butt", zorder=1)
+            if thresholds[name]:
+                axes.plot([thresholds[name]] * 2, [y - 0.2, y + 0.2], color="#6b7280", zorder=2)
+            if gap.value is not None:
+                axes.scatter(gap.value, y, color=COLORS["distilled"], s=60, zorder=4)
+            if gap.low is not None and gap.high is not None:
+                axes.plot([gap.low, gap.high], [y, y], color=COLORS["distilled"], linewidth=3, zorder=3)
+        axes.set_yticks(range(len(gaps)), [NAMES[name] for name in gaps])
+        axes.set_ylim(len(gaps) - 0.4, -0.6)
+        axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
+        axes.grid(axis="y", visible=False)
+        return _svg(figure, "gap")
+
+
+def _axes(x_label: str, y_label: str, height_inches: float = HEIGHT_INCHES) -> tuple[Figure, Any]:
+    figure = Figure(
+        figsize=(WIDTH_INCHES, height_inches), layout="constrained"
+    )  # no pyplot: it would keep every figure
+    axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
+    return figure, axes
+
+
+def _phases(training: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
+    """(phase, first step, last step) in the order of training."""
+    steps: dict[str, list[int]] = {}
+    for row in training:
+        steps.setdefault(row["phase"], []).append(row["step"])
+    return sorted(((phase, min(of), max(of)) for phase, of in steps.items()), key=lambda item: item[1])
+
+
+def _svg(figure: Figure, name: str) -> str:
+    with mpl.rc_context({"svg.hashsalt": name}):  # ids that are the same in every run
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]  # the XML prologue names a DTD on the web
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    tag, rest = svg.split(">", 1)
+    tag = re.sub(r'\s(?:xmlns(?::\w+)?|version|width|height)="[^"]*"', "", tag)  # HTML needs none of them
+    rest = rest.replace("xlink:href", "href")
+    for reference in ('id="', 'href="#', "url(#"):  # every plot counts its ids from 1
+        rest = rest.replace(reference, f"{reference}{name}-")
+    return f"{tag}>{rest}"

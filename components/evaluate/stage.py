@@ -1,0 +1,108 @@
+"""Stage 6: is the student worth deploying? Every scheme measured in one run, a verdict, a report."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from reflux.components import policy_table
+from reflux.components.artifacts import Artifact, Writer
+from reflux.components.bundle import read_scheme
+from reflux.components.models import context_length, load_tokenizer, require_same_tokenizer
+from reflux.components.schemas import GENERATIONS, LATENCIES, LAYER_ERRORS, SCORES, TRACE_SCORES
+
+from . import report
+from .candidates import candidates
+from .compare import compare
+from .config import EvaluateConfig
+from .gate import gaps_closed, gates
+from .heldout import Trace, heldout_traces
+from .measure import WARM_UP_TOKENS
+from .row import Row
+from .summary import summarize, tracked_metrics
+from .text import evaluation_text
+
+
+def run(
+    config: EvaluateConfig, *, bundle: Artifact, student: Artifact, profile: Artifact, traces: Artifact, scores: Writer
+) -> dict[str, float]:
+    """Write the scores of every scheme, the report and the verdict; a failed gate is a result, not an error."""
+    teacher_path, base_path = scores.source("teacher"), scores.source("student_uri")
+    sources = {name: scores.source_digest(name) for name in ("teacher", "student_uri")}
+    tokenizer, context = load_tokenizer(base_path), context_length(base_path)
+    require_same_tokenizer(load_tokenizer(teacher_path), tokenizer)
+    heldout = heldout_traces(traces, config.heldout_traces, context)
+    _require_room(config, heldout, context)
+    text = evaluation_text(
+        scores.source("eval_text_uri") if config.eval_text_uri else None,
+        tokenizer,
+        windows=config.windows,
+        window_tokens=config.window_tokens,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        bundle.download_all("", folder)
+        compared = candidates(
+            teacher=None if sources["teacher"] == sources["student_uri"] else teacher_path,
+            student=base_path,
+            bundle=folder,
+            scheme=read_scheme(folder),
+            policy=policy_table.decode(profile.file("policy_table.bin")),
+            dtype=config.dtype,
+        )
+        rows = compare(config, compared, tokenizer=tokenizer, text=text, heldout=heldout)
+
+    gaps = gaps_closed(rows, config.seed)
+    parents = {"bundle": bundle.digest, "student": student.digest, "profile": profile.digest, "traces": traces.digest}
+    summary = summarize(config, rows, gaps, gates(config, rows, gaps), text, parents | sources)
+    prompts = heldout[: config.generations]
+    page = report.render(summary, rows, prompts=prompts, training=student.table("training").to_pylist())
+    _write(scores, rows, prompts, summary, page)
+    return tracked_metrics(summary)
+
+
+def _require_room(config: EvaluateConfig, heldout: list[Trace], context: int) -> None:
+    """ValueError, before any model is loaded, for sizes that the student's context does not hold."""
+    if config.window_tokens > context:
+        raise ValueError(f"evaluate.window_tokens {config.window_tokens}: the student's context is {context}")
+    room = context - max(len(trace.prompt_token_ids) for trace in heldout[: max(1, config.generations)])
+    for name, needed in {
+        "generation_tokens": config.generation_tokens if config.generations else 0,
+        "latency_tokens": config.latency_tokens + WARM_UP_TOKENS + 1,
+    }.items():
+        if needed > room:
+            raise ValueError(
+                f"evaluate.{name}: {needed} tokens after the prompt, the student's context has room for {room}"
+            )
+
+
+def _write(scores: Writer, rows: list[Row], prompts: list[Trace], summary: dict[str, Any], page: str) -> None:
+    tables = {
+        "scores": (SCORES, [row.scores() for row in rows]),
+        "trace_scores": (TRACE_SCORES, [score for row in rows for score in row.trace_scores()]),
+        "layer_errors": (
+            LAYER_ERRORS,
+            [
+                {"scheme": row.scheme, "layer": layer, "relative_error": error}
+                for row in rows
+                for layer, error in enumerate(row.layer_errors)
+            ],
+        ),
+        "generations": (
+            GENERATIONS,
+            [
+                {"prompt_id": trace.prompt_id, "scheme": row.scheme, "prompt": trace.prompt, "text": answer}
+                for row in rows
+                for trace, answer in zip(prompts, row.generations, strict=True)
+            ],
+        ),
+    }
+    for name, (schema, records) in tables.items():
+        scores.write_table(name, pa.Table.from_pylist(records, schema=schema), schema)
+    latencies = pa.Table.from_pylist([row.latencies() for row in rows], schema=LATENCIES)
+    scores.write_table("latencies", latencies, LATENCIES, measured=True)
+    scores.write_file("metrics.json", json.dumps(summary, indent=2, allow_nan=False).encode(), measured=True)
+    scores.write_file("report.html", page.encode(), measured=True)
