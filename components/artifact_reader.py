@@ -1,8 +1,8 @@
-"""The read side of an artifact: every object is hashed before its content is handed on, and a mismatch is an error that names it."""
+"""The read side of an artifact: every object is hashed before its content is handed on, a mismatch named."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 from reflux.components import tables
+from reflux.components.canonical import sha256_hex
 from reflux.components.local_store import LocalStore
 from reflux.components.provenance import ArtifactError, Manifest, Shard, checked_name, from_bytes
 from reflux.components.storage import Store
@@ -25,40 +26,36 @@ def manifest_key(stage: str, key: str) -> str:
 
 
 class Artifact:
-    """A committed artifact. Names address shards: `traces` means the shard `traces` and every shard below `traces/`, in name order."""
+    """A committed artifact. A name means the shard of that name and every shard below `name/`, in name order."""
 
     def __init__(self, store: Store, manifest_bytes: bytes, name: str) -> None:
         self.store = store
         self.bytes = manifest_bytes
-        self.record: Manifest = from_bytes(manifest_bytes, f"{store.uri}/{name}")
+        self.record: Manifest = from_bytes(manifest_bytes, name)
         self.stage = self.record.stage
         self.key = self.record.key
         self.digest = self.record.digest
-        self._verified: set[str] = set()  # objects in a directory are hashed once per artifact that was opened
+        self._verified: set[str] = set()  # objects of a directory that this instance has hashed
 
     @classmethod
     def open(cls, store: Store, stage: str, key: str) -> Artifact:
         """The artifact committed at stage and key. ArtifactError if there is none or its manifest was changed."""
-        name = manifest_key(stage, key)
+        name = f"{store.uri}/{manifest_key(stage, key)}"
         try:
-            data = store.read(name)
+            artifact = cls(store, store.read(manifest_key(stage, key)), name)
         except FileNotFoundError as error:
-            raise ArtifactError(f"{store.uri}/{name}: no artifact was committed there") from error
-        artifact = cls(store, data, name)
+            raise ArtifactError(f"{name}: no artifact was committed there") from error
         if (artifact.stage, artifact.key) != (stage, key):
-            raise ArtifactError(f"{store.uri}/{name}: holds the manifest of {artifact.stage}/{artifact.key}")
+            raise ArtifactError(f"{name}: holds the manifest of another artifact, {artifact.stage}/{artifact.key}")
         return artifact
 
     @classmethod
     def load(cls, store: Store, manifest_bytes: bytes) -> Artifact:
-        """The artifact of a manifest that came by another way; it must equal the one committed in the store."""
-        given = cls(store, manifest_bytes, "manifest")
+        """The artifact of a manifest that came by another way: it must equal the one committed in the store."""
+        given = cls(store, manifest_bytes, "the manifest that was handed over")
         committed = cls.open(store, given.stage, given.key)
         if committed.bytes != manifest_bytes:
-            name = manifest_key(given.stage, given.key)
-            raise ArtifactError(
-                f"{store.uri}/{name}: differs from the manifest that was handed over ({committed.digest} and {given.digest})"
-            )
+            raise ArtifactError(f"{committed.uri}: is not the manifest that was handed over, of {given.digest}")
         return committed
 
     @property
@@ -68,8 +65,6 @@ class Artifact:
     @property
     def manifest(self) -> dict[str, Any]:
         """The in-toto statement."""
-        import json
-
         return json.loads(self.bytes)
 
     @property
@@ -87,21 +82,22 @@ class Artifact:
         return dict(self.record.metrics)
 
     def shards(self, prefix: str = "") -> list[Shard]:
-        """Shards named `prefix` or below `prefix/`, in name order."""
+        """Shards named `prefix` or below `prefix/` ("": all of them), in name order."""
         return [s for s in self.record.shards if not prefix or s.name == prefix or s.name.startswith(f"{prefix}/")]
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
         """All rows of the shards of that name, in memory."""
-        return pa.concat_tables(self._table(shard, columns) for shard in self._some(name))
+        parts = ((shard.name, read_verified(self.store, shard)) for shard in self._some(name))
+        return pa.concat_tables(tables.read(shard_name, pa.BufferReader(data), columns) for shard_name, data in parts)
 
     def batches(self, name: str, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """The same rows as a stream, a row group at a time; the shard being read lies on disk, not in memory."""
+        """The same rows as a stream, a row group at a time. From S3, the shard being read lies in a temporary file."""
         for shard in self._some(name):
             with self._on_disk(shard) as path:
                 yield from tables.batches(shard.name, path, columns)
 
     def schema_metadata(self, name: str) -> dict[str, str]:
-        """What the writer put into the schema's metadata (fingerprints, sampling contract), read from the manifest."""
+        """What the writer put into the tables' schema metadata (fingerprints, sampling contract), from the manifest."""
         first, *rest = self._some(name)
         for shard in rest:
             if shard.metadata != first.metadata:
@@ -117,35 +113,27 @@ class Artifact:
         download_verified(self.store, self._one(name), path)
 
     def download_all(self, prefix: str, folder: Path) -> None:
-        """Copy the shards of a prefix ("" for all) to folder/<name>."""
-        for shard in self.shards(prefix) if not prefix else self._some(prefix):
+        """Copy the shards of a prefix ("": all of them) to folder/<name>."""
+        for shard in self._some(prefix):
             download_verified(self.store, shard, folder / shard.name)
 
     def _some(self, name: str) -> list[Shard]:
-        found = self.shards(name)
-        if not found:
-            raise ArtifactError(
-                f"{self.uri}: has no shard {name!r}; it has {[shard.name for shard in self.record.shards]}"
-            )
-        return found
+        if found := self.shards(name):
+            return found
+        raise ArtifactError(f"{self.uri}: has no shard {name!r}; it has {[shard.name for shard in self.record.shards]}")
 
     def _one(self, name: str) -> Shard:
-        found = [shard for shard in self._some(name) if shard.name == name]
-        if not found:
-            raise ArtifactError(
-                f"{self.uri}: {name!r} is a group of shards; ask for one of {[s.name for s in self.shards(name)]}"
-            )
+        found = self._some(name)
+        if found[0].name != name:  # a name sorts before those below it
+            raise ArtifactError(f"{self.uri}: {name!r} is several shards; ask for one of {[s.name for s in found]}")
         return found[0]
-
-    def _table(self, shard: Shard, columns: list[str] | None) -> pa.Table:
-        return tables.read(shard.name, pa.BufferReader(read_verified(self.store, shard)), columns)
 
     @contextmanager
     def _on_disk(self, shard: Shard) -> Iterator[Path]:
-        """A verified local file with the shard's bytes: the object itself in a directory, a temporary copy from S3."""
+        """A verified local file with the shard's bytes: in a directory the object itself, else a temporary copy."""
         if isinstance(self.store, LocalStore):
             if shard.object not in self._verified:
-                require_verified(self.store, shard, hash_object(self.store, shard))
+                verify_object(self.store, shard)
                 self._verified.add(shard.object)
             yield self.store.path(shard.object)
             return
@@ -155,40 +143,38 @@ class Artifact:
             yield path
 
 
+def verify_object(store: Store, shard: Shard) -> None:
+    """Hash an object as it lies in the store. ArtifactError, naming it, if it is missing or was changed."""
+    with _missing_named(store, shard):
+        _require(store, shard, store.sha256(shard.object))
+
+
 def read_verified(store: Store, shard: Shard) -> bytes:
-    try:
+    with _missing_named(store, shard):
         data = store.read(shard.object)
-    except FileNotFoundError as error:
-        raise _missing(store, shard) from error
-    require_verified(store, shard, hashlib.sha256(data).hexdigest())
+    _require(store, shard, sha256_hex(data))
     return data
 
 
 def download_verified(store: Store, shard: Shard, path: Path) -> None:
     partial = path.with_name(f".{path.name}.unverified")
     try:
-        require_verified(store, shard, store.download(shard.object, partial))
+        with _missing_named(store, shard):
+            _require(store, shard, store.download(shard.object, partial))
         partial.replace(path)
-    except FileNotFoundError as error:
-        raise _missing(store, shard) from error
     finally:
         partial.unlink(missing_ok=True)
 
 
-def hash_object(store: Store, shard: Shard) -> str:
-    """sha256 of the object as it lies in the store."""
+@contextmanager
+def _missing_named(store: Store, shard: Shard) -> Iterator[None]:
     try:
-        return store.sha256(shard.object)
+        yield
     except FileNotFoundError as error:
-        raise _missing(store, shard) from error
+        raise ArtifactError(f"{store.uri}/{shard.object}: missing (shard {shard.name})") from error
 
 
-def require_verified(store: Store, shard: Shard, sha256: str) -> None:
+def _require(store: Store, shard: Shard, sha256: str) -> None:
     if sha256 != shard.sha256:
-        raise ArtifactError(
-            f"{store.uri}/{shard.object}: shard {shard.name} was changed: sha256 {sha256}, its manifest says {shard.sha256}"
-        )
-
-
-def _missing(store: Store, shard: Shard) -> ArtifactError:
-    return ArtifactError(f"{store.uri}/{shard.object}: shard {shard.name} is missing")
+        name = f"{store.uri}/{shard.object}"
+        raise ArtifactError(f"{name}: changed (shard {shard.name}): sha256 {sha256}, its manifest says {shard.sha256}")

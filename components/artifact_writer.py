@@ -1,7 +1,8 @@
 """The write side of an artifact: shards first, manifest last, and a killed attempt goes on from what verifies.
 
-Everything lies below objects/<stage>/<key>/: shards under the sha256 of their bytes; pending/<name>.json, which says that an attempt
-wrote a shard, and checkpoints/, both removed at commit; manifest.json, created once and never replaced. Without it there is no artifact.
+Everything lies below objects/<stage>/<key>/: shards under the sha256 of their bytes; pending/<name>.json, which says
+that an attempt wrote a shard, and checkpoints/, both removed at commit; manifest.json, created once and never replaced,
+without which there is no artifact.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 
 import pyarrow as pa
 from reflux.components import environment, tables
-from reflux.components.artifact_reader import Artifact, artifact_folder, hash_object, manifest_key, read_verified
+from reflux.components.artifact_reader import Artifact, artifact_folder, manifest_key, read_verified, verify_object
+from reflux.components.canonical import canonical, sha256_hex
 from reflux.components.checkpoints import Checkpoints
 from reflux.components.provenance import (
     ArtifactError,
@@ -25,10 +27,8 @@ from reflux.components.provenance import (
     Parent,
     Shard,
     SourceReference,
-    canonical,
     checked_name,
     public_uri,
-    sha256_hex,
     to_bytes,
 )
 from reflux.components.sources import Source
@@ -82,27 +82,29 @@ class Writer:
         return self._given(field).digest
 
     def existing(self) -> Artifact | None:
-        """The committed artifact of this key, if all its objects exist in the right size. ArtifactError if its manifest was changed."""
+        """The committed artifact of this key, if all its objects exist in the right size.
+
+        ArtifactError if its manifest was changed: such an artifact is neither used nor silently made again.
+        """
         if not self.store.exists(manifest_key(self.stage, self.key)):
             return None
         artifact = Artifact.open(self.store, self.stage, self.key)
         return None if _absent(artifact) else artifact
 
     def done(self, name: str) -> bool:
-        """Whether the shard is written: by this process, or by an earlier attempt if the object still has the recorded sha256."""
+        """Whether the shard is written: by this attempt, or by a killed one if its object has the recorded sha256."""
         if name in self._shards:
             return True
         try:
-            shard = _parse_pointer(self.store.read(self._pointer(name)))
-            if shard.name != name or hash_object(self.store, shard) != shard.sha256:
-                return False
+            shard = _parse_pointer(name, self.store.read(self._pointer(name)))
+            verify_object(self.store, shard)
         except (FileNotFoundError, ArtifactError):  # never written, or not whole: the stage makes it again
             return False
         self._shards[name] = shard
         return True
 
     def write_table(self, name: str, table: pa.Table, schema: pa.Schema, *, measured: bool = False) -> None:
-        """Write rows as one Parquet shard. ValueError names the column that breaks the schema; schema metadata is kept."""
+        """Write rows as a Parquet shard, with the schema's metadata. ValueError names a column that breaks it."""
         data = tables.encode(name, table, schema)
         shard = self._shard(name, hashlib.sha256(data).hexdigest(), len(data), ".parquet", measured)
         shard = replace(shard, rows=table.num_rows, schema=tables.fingerprint(schema), metadata=tables.metadata(schema))
@@ -141,7 +143,7 @@ class Writer:
         return self._checkpoints.latest(into)
 
     def commit(self, metrics: Mapping[str, float]) -> Artifact:
-        """Make the shards an artifact. If another attempt was first, its artifact is returned and this one's is dropped."""
+        """Make the shards an artifact. If another attempt was first, its artifact is returned instead."""
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise ValueError(f"metric {name} is {value}: only finite numbers can be recorded")
@@ -157,16 +159,12 @@ class Writer:
         artifact = Artifact.open(self.store, self.stage, self.key)
         if absent := _absent(artifact):
             raise ArtifactError(
-                f"{artifact.uri}: lists objects that are missing ({', '.join(absent)}) and making them again gave others; "
-                f"remove the folder {self._folder} from the store to build this artifact anew"
+                f"{artifact.uri}: was committed before, objects it lists are missing ({', '.join(absent)}), and making "
+                f"them again gave others; remove {self._folder} from the store to make the artifact anew"
             )
         if not created and artifact.digest != manifest.digest:
-            log.warning(
-                "%s: another attempt committed %s first; this one made %s",
-                artifact.uri,
-                artifact.digest,
-                manifest.digest,
-            )
+            message = "%s: another attempt was first with %s; this one made %s, which is dropped"
+            log.warning(message, artifact.uri, artifact.digest, manifest.digest)
         self.store.delete_prefix(f"{self._folder}/pending")
         self._checkpoints.clear()
         return artifact
@@ -188,23 +186,22 @@ class Writer:
 
     def _point(self, shard: Shard) -> None:
         record = asdict(shard)
-        self.store.write(
-            self._pointer(shard.name), canonical({"shard": record, "sha256": sha256_hex(canonical(record))})
-        )
+        pointer = {"shard": record, "sha256": sha256_hex(canonical(record))}
+        self.store.write(self._pointer(shard.name), canonical(pointer))
         self._shards[shard.name] = shard
 
     def _pointer(self, name: str) -> str:
         return f"{self._folder}/pending/{checked_name(name)}.json"
 
 
-def _parse_pointer(data: bytes) -> Shard:
+def _parse_pointer(name: str, data: bytes) -> Shard:
     try:
         pointer = json.loads(data)
-        if pointer["sha256"] != sha256_hex(canonical(pointer["shard"])):
+        if pointer["shard"]["name"] != name or pointer["sha256"] != sha256_hex(canonical(pointer["shard"])):
             raise ValueError("its digest does not match")
         return Shard(**pointer["shard"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"pending shard: {error}") from error
+        raise ArtifactError(f"pending shard {name}: {error}") from error
 
 
 def _absent(artifact: Artifact) -> list[str]:

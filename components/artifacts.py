@@ -1,6 +1,6 @@
 """Artifacts: what a stage reads (`Artifact`) and writes (`Writer`), and the check of a whole one (`verify`).
 
-An artifact is a manifest (provenance.py) at objects/<stage>/<key>/manifest.json of a store, and the shards that it lists.
+An artifact is a manifest (provenance.py) at objects/<stage>/<key>/manifest.json of a store, and the shards it lists.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from reflux.components.artifact_reader import Artifact, hash_object, manifest_key
+from reflux.components.artifact_reader import Artifact, manifest_key, verify_object
 from reflux.components.artifact_writer import Writer
 from reflux.components.provenance import ArtifactError, Shard, from_bytes
 from reflux.components.storage import Store
@@ -17,7 +17,10 @@ __all__ = ["Artifact", "ArtifactError", "Shard", "Writer", "manifest_key", "pare
 
 
 def verify(store: Store, stage: str, key: str) -> list[str]:
-    """Hash every object of one artifact again; a line for each that is missing or changed, the manifest included. Empty: it is sound."""
+    """Hash every object of an artifact again. A line for each that is missing or changed; none: it is sound.
+
+    The manifest is one of the objects: its own digest, the key and the content digest are recomputed too.
+    """
     try:
         artifact = Artifact.open(store, stage, key)
     except ArtifactError as error:
@@ -25,19 +28,14 @@ def verify(store: Store, stage: str, key: str) -> list[str]:
     problems = []
     for shard in artifact.record.shards:
         try:
-            actual = hash_object(store, shard)
+            verify_object(store, shard)
         except ArtifactError as error:
             problems.append(str(error))
-            continue
-        if actual != shard.sha256:
-            problems.append(
-                f"{store.uri}/{shard.object}: shard {shard.name} was changed: sha256 {actual}, its manifest says {shard.sha256}"
-            )
     return problems
 
 
 def verify_copy(folder: Path) -> list[str]:
-    """The same for a folder with manifest.json and the shards under their names, as download_all writes them."""
+    """The same for a folder that holds manifest.json and the shards under their names, as download_all writes them."""
     path = folder / "manifest.json"
     try:
         manifest = from_bytes(path.read_bytes(), str(path))
@@ -54,7 +52,7 @@ def verify_copy(folder: Path) -> list[str]:
         with file.open("rb") as stream:
             actual = hashlib.file_digest(stream, "sha256").hexdigest()
         if actual != shard.sha256:
-            problems.append(f"{file}: was changed: sha256 {actual}, its manifest says {shard.sha256}")
+            problems.append(f"{file}: changed: sha256 {actual}, its manifest says {shard.sha256}")
     return problems
 
 
@@ -65,6 +63,6 @@ def parents(artifact: Artifact) -> dict[str, Artifact]:
         found[name] = Artifact.open(artifact.store, parent.stage, parent.key)
         if found[name].digest != parent.digest:
             raise ArtifactError(
-                f"{found[name].uri}: is {found[name].digest}; {artifact.uri} was made from {parent.digest}"
+                f"{found[name].uri}: is {found[name].digest}, but {artifact.uri} was made from {parent.digest}"
             )
     return found

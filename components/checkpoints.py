@@ -1,7 +1,7 @@
 """Checkpoints of a stage at work: a set of files is there whole or not at all, and the last two sets are kept.
 
-`<folder>/<step>/checkpoint.json` is written last and lists the sha256 of each file. A checkpoint that does not verify is passed over for
-the one before it.
+`<folder>/<step>/checkpoint.json` is written last and lists the sha256 of each file. A checkpoint that does not verify
+is passed over for the one before it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from reflux.components.provenance import canonical, checked_name
+from reflux.components.canonical import canonical
+from reflux.components.provenance import checked_name
 from reflux.components.storage import Store
 
 KEPT = 2
@@ -31,8 +32,7 @@ class Checkpoints:
         self.store.delete(f"{place}/{_MARKER}")  # a torn checkpoint of that step must not count while it is rewritten
         hashes = {name: self.store.upload(f"{place}/files/{checked_name(name)}", path) for name, path in files.items()}
         self.store.write(f"{place}/{_MARKER}", canonical({"step": step, "sha256": hashes}))
-        complete = self._complete()
-        for old in complete[:-KEPT]:
+        for old in self._complete()[:-KEPT]:
             self.store.delete_prefix(self._place(old))
 
     def latest(self, into: Path) -> int | None:

@@ -13,7 +13,7 @@ _RECORDED = ("torch", "transformers", "pyarrow")
 
 
 def versions() -> dict[str, str]:
-    """Versions of reflux, its commit when it runs from a source tree, Python and the libraries that compute; imports none of them."""
+    """Of reflux (and its commit in a source tree), of Python and of the libraries that compute, none imported."""
     found = {"python": platform.python_version(), "reflux": _version("reflux"), "commit": commit()}
     return found | {name: version for name in _RECORDED if (version := _version(name))}
 
@@ -33,7 +33,7 @@ def commit() -> str:
     # an installed package may lie in somebody else's repository: only a tracked file has a commit
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None or (head := _git("rev-parse", "HEAD")) is None:
         return ""
-    return head + ("+changed" if _git("diff", "--quiet", "HEAD", "--", "..") is None else "")
+    return head + ("+changed" if _git("diff", "--quiet", "HEAD", "--", ".", "../kernels") is None else "")
 
 
 def _git(*arguments: str) -> str | None:

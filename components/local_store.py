@@ -118,7 +118,7 @@ class LocalStore(Store):
 
 
 def _tolerate_others(_function: Any, _path: str, failure: tuple[Any, BaseException, Any]) -> None:
-    """Another process may remove or fill the same folder: what it removed is gone, what it writes is its own to remove."""
+    """Another process may remove or fill the same folder: the first does no harm, the second is its own to remove."""
     error = failure[1]
     if not (isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.ENOTDIR)):
         raise error

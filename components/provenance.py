@@ -3,21 +3,23 @@
 The document is an in-toto Statement v1 (https://in-toto.io/Statement/v1) whose predicate is SLSA provenance v1
 (https://slsa.dev/provenance/v1). Where the fields of `Manifest` stand in it:
 
-    shards                   subject[]: sha256 of the object's bytes; object, rows, bytes, schema, metadata, measured as annotations
-    stage, version, config   predicate.buildDefinition.externalParameters: what decides the result
-    other fields             predicate.buildDefinition.internalParameters: what cannot change it
-    parents, sources         predicate.buildDefinition.resolvedDependencies[]: content digests (of a source: of the file or folder)
-    versions                 predicate.runDetails.builder.version
-    times                    predicate.runDetails.metadata.startedOn, finishedOn
-    platform, metrics, key, digest, digest of the manifest itself      runDetails.metadata, with the prefix reflux_
+    shards                   subject[]: sha256 of the object's bytes; the rest as annotations
+    stage, version, key      buildDefinition.externalParameters: what decides the result
+        fields
+    other fields             buildDefinition.internalParameters: what cannot change it
+    parents, sources         buildDefinition.resolvedDependencies[]: a parent's digest is the one defined below, a
+                             source's that of its file or folder (sources.py)
+    versions                 runDetails.builder.version
+    started, finished        runDetails.metadata.startedOn, finishedOn
+    platform, metrics, key,  runDetails.metadata.reflux_*; reflux_manifest is a sha256 over the document without it
+        digest
 
-Its bytes are the canonical serialisation, and it carries a sha256 over itself: a document is accepted only if writing again what was
-read from it gives the same bytes, so any changed byte shows.
+Its bytes are the canonical serialisation. A document is accepted only if writing again what was read from it gives the
+same bytes, so any changed byte shows.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -25,11 +27,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from reflux.components.canonical import canonical, sha256_hex
+
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:reflux:stage:v1"
 BUILDER_ID = "urn:reflux:components"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -39,7 +44,7 @@ class ArtifactError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One object of an artifact. `measured`: it holds times of this run, so it is checked but outside the content digest."""
+    """One object of an artifact. `measured`: it holds this run's times, so it is checked, but outside the digest."""
 
     name: str
     object: str  # key in the store
@@ -105,16 +110,6 @@ class Manifest:
         }
 
 
-def canonical(value: Any) -> bytes:
-    """JSON with sorted names, no spaces, UTF-8; a whole float is written as an integer, so that 1 and 1.0 are one value.
-
-    ValueError for what JSON cannot hold without loss: NaN, infinities, names that are not strings.
-    """
-    return json.dumps(
-        _plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    ).encode()
-
-
 def to_bytes(manifest: Manifest) -> bytes:
     """The document, sealed with a digest over itself."""
     return _seal(_document(manifest))
@@ -129,7 +124,7 @@ def from_bytes(data: bytes, name: str) -> Manifest:
         raise ArtifactError(f"{name}: not a manifest of reflux ({type(error).__name__}: {error})") from error
     if not unchanged:
         raise ArtifactError(
-            f"{name}: the manifest was changed after it was written (its content does not give the digest it carries)"
+            f"{name}: changed after it was written: its content does not give the digests that it carries"
         )
     return manifest
 
@@ -137,22 +132,17 @@ def from_bytes(data: bytes, name: str) -> Manifest:
 def checked_name(name: str) -> str:
     """Refuse a shard, stage or file name that is not a plain relative path."""
     if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"name {name!r}: letters, digits, '.', '_', '-' in parts separated by '/' are allowed, no part starting with '.'"
-        )
+        allowed = "letters, digits, '.', '_', '-' in parts separated by '/', none starting with '.' or '-'"
+        raise ValueError(f"name {name!r}: allowed are {allowed}")
     return name
 
 
-def public_uri(uri: str) -> str:
-    """A URI without credentials, query and fragment: what may stand in a manifest or a log."""
-    if "://" not in uri:
-        return uri
-    parts = urlsplit(uri)
+def public_uri(text: str) -> str:
+    """A URI without credentials, query and fragment: what may stand in a manifest or a log. Other text as it is."""
+    if not _URI.fullmatch(text):
+        return text
+    parts = urlsplit(text)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
-def sha256_hex(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _document(manifest: Manifest) -> dict[str, Any]:
@@ -257,17 +247,4 @@ def _digest_set(digest: str) -> dict[str, str]:
 def _hex(value: str) -> str:
     if not _SHA256.fullmatch(value):
         raise ValueError(f"{value!r} is not a sha256 in hexadecimal")
-    return value
-
-
-def _plain(value: Any) -> Any:
-    """The value in JSON's own types. Whole floats below 2**53, where every integer is a float, become integers."""
-    if isinstance(value, Mapping):
-        if wrong := [name for name in value if not isinstance(name, str)]:
-            raise ValueError(f"name {wrong[0]!r}: JSON names are strings")
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
     return value

@@ -1,4 +1,4 @@
-"""A store in S3 or a server that speaks it: boto3 for whole objects and conditional writes, pyarrow for random access."""
+"""A store in S3 or a server that speaks it: boto3 for objects and conditional writes, pyarrow for random access."""
 
 from __future__ import annotations
 

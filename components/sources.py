@@ -1,6 +1,6 @@
 """Prompts, labels and models as sources: fetched to a local path and known by the digest of their content.
 
-A changed file behind the same path or tag is another source, so the digest, not the URI, decides what has to be made again.
+A changed file behind the same path or tag is another source: the digest, not the URI, decides what is made again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from reflux.components.provenance import canonical, public_uri, sha256_hex
+from reflux.components.canonical import canonical, sha256_hex
+from reflux.components.provenance import public_uri
 from reflux.components.storage import S3Settings
 
 BUILTIN = Path(__file__).parent / "builtin"
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
+_DATA_SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".txt", ".gguf"}  # a mistyped path, not a model of the hub
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # never pickles
 
 
@@ -46,9 +48,9 @@ def resolve(field: str, uri: str, settings: S3Settings | None = None, cache: Pat
 def fetch(uri: str, settings: S3Settings | None = None, cache: Path | None = None) -> Path:
     """The local file or folder behind a URI.
 
-    A path or file://…; s3://… or minio://… (an object, or a prefix as a folder; downloaded once per version into `cache`, default
-    REFLUX_CACHE or ~/.cache/reflux); builtin:NAME, a file that ships with reflux; package:MODULE, the one GGUF file inside an
-    installed package, which is not imported; ORG/NAME[@REVISION], a model of the Hugging Face hub.
+    A path or file://…; s3://… or minio://…, an object, or a prefix as a folder, downloaded once per version into
+    `cache` (default: REFLUX_CACHE or ~/.cache/reflux); builtin:NAME, a file that ships with reflux; package:MODULE, the
+    one GGUF file inside an installed package, which is not imported; ORG/NAME[@REVISION], a model of the hub.
     """
     scheme, _, rest = uri.partition(":")
     if scheme in ("s3", "minio"):
@@ -60,12 +62,11 @@ def fetch(uri: str, settings: S3Settings | None = None, cache: Path | None = Non
         return _fetch_package(rest)
     path = Path(unquote(urlsplit(uri).path) if scheme == "file" else uri).expanduser()
     if uri and path.exists():
-        return path.resolve()
+        return path.absolute()  # links are kept: a cache of models hides the extension behind them
     if "://" in uri and scheme != "file":
-        raise ValueError(
-            f"source {public_uri(uri)}: a path, file://, s3://, builtin:NAME, package:MODULE or ORG/NAME of the hub is allowed"
-        )
-    if hub := _HUB_ID.fullmatch(uri):
+        allowed = "a path, file://, s3://, builtin:NAME, package:MODULE or ORG/NAME of the Hugging Face hub"
+        raise ValueError(f"source {public_uri(uri)}: allowed is {allowed}")
+    if (hub := _HUB_ID.fullmatch(uri)) and path.suffix not in _DATA_SUFFIXES:
         return _fetch_hub(hub[1], hub[2])
     raise ValueError(f"source {uri!r}: no such file or folder")
 
@@ -101,7 +102,7 @@ def _fetch_s3(uri: str, settings: S3Settings, cache: Path) -> Path:
     parts = urlsplit(uri)
     from reflux.components.s3_store import S3Store
 
-    bucket, key = parts.netloc.rpartition("@")[2], unquote(parts.path).strip("/")
+    bucket, key = parts.netloc.rpartition("@")[2], parts.path.strip("/")
     store = S3Store(bucket, "", settings)
     entries = store.entries(key)
     chosen = {key: entries[key]} if key in entries else entries
@@ -158,7 +159,7 @@ def _fetch_package(module: str) -> Path:
         raise ValueError(
             f"source package:{module}: exactly one GGUF file is expected in it, found {[file.name for file in found]}"
         )
-    return found[0].resolve()
+    return found[0].absolute()
 
 
 def _fetch_hub(name: str, revision: str | None) -> Path:

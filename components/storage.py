@@ -73,7 +73,7 @@ class Store(ABC):
 
     @staticmethod
     def open(uri: str, settings: S3Settings | None = None) -> Store:
-        """A store at a directory, file:///directory, s3://bucket/prefix, or minio:// (KFP's name for s3; its query is dropped)."""
+        """A store at a directory, file://, s3://bucket/prefix or minio:// (KFP's name for s3); a query is dropped."""
         # imported here since both modules build on this one, and a directory needs no boto3
         parts = urlsplit(uri)
         if parts.scheme in ("s3", "minio"):
@@ -178,7 +178,7 @@ class Store(ABC):
             with suppress(OSError):
                 self.delete(key)
         if outcome != [True, False, b"1", [key]]:
-            raise StoreError(f"store {self.where}: does not honour conditional writes, so runs could overwrite each other")
+            raise StoreError(f"store {self.where}: no conditional writes, so runs could overwrite each other")
 
 
 class _HashingReader:

@@ -1,7 +1,7 @@
 """Tables as Parquet bytes: the same rows give the same bytes, and a column that breaks the contract is named.
 
-Parquet depends on the chunks in which rows arrive and on the order of metadata; both are made one here, and nothing in a file tells when
-it was written.
+A Parquet file depends on the chunks in which its rows arrive and on the order of metadata: here both are settled, and
+nothing in a file tells when it was written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from reflux.components.provenance import canonical, sha256_hex
+from reflux.components.canonical import canonical, sha256_hex
 
 ROW_GROUP_ROWS_NESTED = 512  # rows with arrays: some 10 to 100 kB each, and a reader holds one group
 ROW_GROUP_ROWS_FLAT = 65_536
@@ -64,7 +64,7 @@ def _known(name: str, schema: pa.Schema, columns: list[str] | None) -> list[str]
     for column in columns or ():
         if column not in schema.names:  # pyarrow leaves an unknown column out without a word
             near = difflib.get_close_matches(column, schema.names, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"table {name} has no column {column!r}{hint} It has {schema.names}")
     return columns
 

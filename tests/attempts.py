@@ -59,7 +59,7 @@ def work(output: Writer, *, pause_s: float = 0.0) -> list[int]:
 
 
 def work_and_commit(uri: str, settings: S3Settings, pause_s: float, mark: str) -> tuple[list[int], str, str]:
-    """The small stage in its own process; with a mark its result differs from everyone else's. Steps, digest, manifest."""
+    """The small stage in its own process; a mark makes its result differ. Its steps, the artifact."""
     output = writer(Store.open(uri, settings))
     computed = work(output, pause_s=pause_s)
     if mark:

@@ -19,7 +19,7 @@ _PORTS = ("s3", "master", "volume", "filer", "admin")
 
 @contextmanager
 def running(folder: Path) -> Iterator[S3Settings]:
-    """Settings of a server that is ready and has the bucket; it is killed at the end, since nobody reads its data again."""
+    """Settings of a server that has the bucket; it is killed at the end, since nobody reads its data again."""
     settings = S3Settings(access_key="reflux-test", secret_key="reflux-test-secret")
     for attempt in range(3):  # another process may take a port between our asking and the server's binding
         server, ready = _start(folder / str(attempt), settings)
