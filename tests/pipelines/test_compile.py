@@ -1,0 +1,123 @@
+"""What `reflux compile` gives: the same bytes every time, without a heavy library, in a form that KFP loads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import yaml
+from kfp.components import load_component_from_text
+from reflux.components.declare import IMAGE
+from reflux.pipelines.compile import compile_to_text
+
+# a person who only submits runs has none of these, so importing them is made an error
+COMPILE = """
+import sys
+for name in ("torch", "triton", "pyarrow", "mlflow", "transformers", "boto3"):
+    sys.modules[name] = None
+from reflux.pipelines.compile import compile_to_text
+from reflux.pipelines.distillation import distillation
+from reflux.pipelines.recipes import RECIPES
+sys.stdout.write(compile_to_text(distillation(RECIPES["demo"]())))
+"""
+PARAMETERS = {"store", "run", "teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri"}
+REQUIRED = {"store", "run"}
+EDGES = {  # task -> the tasks whose artifacts it reads
+    "collect-traces": set(),
+    "profile-kv": {"collect-traces"},
+    "ingest-labels": {"collect-traces"},
+    "distill": {"collect-traces", "profile-kv", "ingest-labels"},
+    "calibrate": {"collect-traces", "profile-kv", "distill"},
+    "evaluate": {"collect-traces", "profile-kv", "distill", "calibrate"},
+}
+
+
+def compiled(hash_seed: int, **environment: str) -> str:
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return compiled(0)
+
+
+@pytest.fixture(scope="module")
+def spec(text: str) -> Any:
+    return next(yaml.safe_load_all(text))
+
+
+def test_equal_bytes_whatever_the_hash_seed(text: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(compiled, (1, 2))) == [text, text]
+
+
+def test_kfp_loads_it(text: str) -> None:
+    component = load_component_from_text(text)
+    assert set(component.component_spec.inputs) == PARAMETERS
+
+
+def test_few_parameters_with_defaults(spec: Any) -> None:
+    parameters = spec["root"]["inputDefinitions"]["parameters"]
+    assert set(parameters) == PARAMETERS
+    assert {name for name, parameter in parameters.items() if "defaultValue" not in parameter} == REQUIRED
+
+
+def test_the_graph(spec: Any) -> None:
+    tasks = spec["root"]["dag"]["tasks"]
+    assert {name: set(task.get("dependentTasks", [])) for name, task in tasks.items()} == EDGES
+
+
+def test_kfps_cache_is_off_on_every_task(spec: Any) -> None:
+    tasks = spec["root"]["dag"]["tasks"]
+    assert {
+        name: task.get("cachingOptions", {}).get("enableCache", False) for name, task in tasks.items()
+    } == dict.fromkeys(EDGES, False)
+    assert all("cachingOptions" in task for task in tasks.values())  # absent would leave it to the cluster's default
+
+
+def test_every_container_takes_the_executor_input(spec: Any) -> None:
+    executors = spec["deploymentSpec"]["executors"]
+    assert len(executors) == len(EDGES)
+    for name, executor in executors.items():
+        stage = name.removeprefix("exec-").replace("-", "_")
+        assert executor["container"] == {
+            "image": IMAGE,
+            "command": ["python3", "-m", "reflux.components", stage],
+            "args": ["--executor-input", "{{$}}"],
+        }
+
+
+def test_every_field_of_a_config_is_given_as_a_constant_or_from_the_pipeline(spec: Any) -> None:
+    """A recipe is complete: no stage falls back on a default of its component, which could change behind the recipe."""
+    for task in spec["root"]["dag"]["tasks"].values():
+        declared = spec["components"][task["componentRef"]["name"]]["inputDefinitions"]["parameters"]
+        given = task["inputs"]["parameters"]
+        assert set(given) == set(declared)
+        for name in {"store", "run", "teacher", "prompts_uri", "labels_uri", "eval_text_uri"} & set(given):
+            assert given[name] == {"componentInputParameter": name}
+        assert given.get("student_uri", {"componentInputParameter": "student"}) == {
+            "componentInputParameter": "student"
+        }
+
+
+def test_an_image_of_your_own() -> None:
+    spec = next(yaml.safe_load_all(compiled(0, REFLUX_IMAGE="registry/python-mine@sha256:ab")))
+    images = {executor["container"]["image"] for executor in spec["deploymentSpec"]["executors"].values()}
+    assert images == {"registry/python-mine@sha256:ab"}
+
+
+def test_values_reach_the_constants() -> None:
+    from toy_stages.pipeline import tea_party
+
+    spec = next(yaml.safe_load_all(compile_to_text(tea_party(note="python3 in a note", minutes=7))))
+    given = spec["root"]["dag"]["tasks"]["brew"]["inputs"]["parameters"]
+    assert given["note"] == {"runtimeValue": {"constant": "python3 in a note"}}
+    assert given["minutes"] == {"runtimeValue": {"constant": 7.0}}
+    assert given["leaves"] == {"componentInputParameter": "leaves"}
