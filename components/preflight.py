@@ -14,7 +14,7 @@ from typing import Any
 from reflux.components import declare, models
 from reflux.components.collect_traces.prompts import load_prompts
 from reflux.components.evaluate.text import evaluation_text
-from reflux.components.records import read_records
+from reflux.components.records import Record, read_records, read_text_field
 from reflux.components.sources import fetch
 from reflux.components.storage import S3Settings, Store
 
@@ -50,7 +50,7 @@ def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None 
         first = rejected[0]
         remarks.append(f"{len(rejected)} prompts are set aside; the first, row {first['row']}: {first['reason']}")
     if uri := configs["ingest_labels"].labels_uri:
-        remarks.append(_labels(paths[uri]))
+        remarks.append(_labels(paths[uri], {prompt.prompt_id for prompt in prompts}))
     return remarks
 
 
@@ -90,10 +90,26 @@ def _require_context(configs: Mapping[str, Any], teacher: int, student: int) -> 
             raise ValueError(f"{stage}.{name} {value}: at most {limit} fit into the context of the {who}")
 
 
-def _labels(path: Path) -> str:
-    rows = list(read_records(path))
-    broken = [record for record in rows if record.problem]
-    remark = f"{len(rows)} labels"
-    if broken:
-        remark += f", {len(broken)} cannot be read and are set aside; the first, {broken[0].place}: {broken[0].problem}"
-    return remark
+def _labels(path: Path, prompt_ids: set[str]) -> str:
+    """A remark on the labels. Which trace_ids exist is known only after the teacher answered, which prompts now."""
+    refused = []
+    records = list(read_records(path))
+    for record in records:
+        try:
+            _require_known_prompt(record, prompt_ids)
+        except ValueError as error:
+            refused.append(f"{record.place}: {error}")
+    if len(refused) == len(records):
+        raise ValueError(f"labels {path.name}: no usable row; {refused[0] if refused else 'it is empty'}")
+    aside = f", {len(refused)} of them are set aside; the first, {refused[0]}" if refused else ""
+    return f"{len(records)} labels{aside}"
+
+
+def _require_known_prompt(record: Record, prompt_ids: set[str]) -> None:
+    if record.problem:
+        raise ValueError(record.problem)
+    prompt_id = read_text_field(record.values, "prompt_id")
+    if not prompt_id and not read_text_field(record.values, "trace_id"):
+        raise ValueError("trace_id, prompt_id: one of them must say what was rated")
+    if prompt_id and prompt_id not in prompt_ids:
+        raise ValueError(f"prompt_id {prompt_id!r}: unknown among the {len(prompt_ids)} prompts")

@@ -90,13 +90,17 @@ def run(
     config: Path | None, **sources: str,
 ) -> None:  # fmt: skip
     """Run a recipe from prompts to the evaluated bundle. After an interruption the same command continues."""
-    from reflux.pipelines.run import run_recipe
+    from reflux.pipelines.run import StageError, run_recipe
 
     if runner == "docker":
         raise ValueError("--runner docker: not available yet; --runner process runs the same stages on this machine")
-    passed = run_recipe(
-        recipe, _recipe(recipe, config, sources, settings), store=store, endpoint=endpoint, data_dir=data_dir, name=name
-    )
+    full = _recipe(recipe, config, sources, settings)
+    try:
+        passed = run_recipe(recipe, full, store=store, endpoint=endpoint, data_dir=data_dir, name=name)
+    except StageError as error:
+        raise click.ClickException(
+            f"stage {error}\nWhat is done is kept: the same command goes on from there."
+        ) from error
     if not passed:
         sys.exit(GATE_FAILED)
 
@@ -247,6 +251,9 @@ def _recipe(name: str, config: Path | None, sources: dict[str, str], settings: t
     if config is not None:
         recipe = recipes.overridden(recipe, recipes.read_changes(config))
     given = {option if option in recipes.SOURCES else f"{option}_uri": uri for option, uri in sources.items() if uri}
+    if recipe.labels_uri and {"teacher", "prompts_uri"} & given.keys() and "labels_uri" not in given:
+        click.echo(f"without labels: {recipe.labels_uri} rates other answers; give your own with --labels", err=True)
+        given["labels_uri"] = ""
     return recipes.overridden(recipes.overridden(recipe, given), recipes.parse_settings(settings))
 
 

@@ -30,13 +30,13 @@ def run_recipe(
 ) -> bool:
     """Run it, write RUN/run.json, report.html and bundle/, print the results. Returns whether the gate passed.
 
-    ValueError or OSError for what is wrong beforehand, StageError if a stage fails.
+    ValueError or OSError for what is wrong beforehand; StageError if a stage fails.
     """
     ref, remark = stores.choose(store, endpoint, data_dir)
     if remark:
         click.echo(remark, err=True)
     configs = {stage: getattr(recipe, stage) for stage in recipes.STAGES}
-    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{(data_dir / 'mlflow.db').absolute()}")
+    _set_defaults(data_dir)
     with stores.opened(ref, create=True) as (opened, environment):
         for line in preflight.check(configs, opened, S3Settings.from_env({**os.environ, **environment})):
             click.echo(line)
@@ -46,7 +46,7 @@ def run_recipe(
                 configs={stage: asdict(config) for stage, config in configs.items()},
             )  # fmt: skip
             results = _run_stages(folder, record, recipe, environment)
-            _write_out(folder, opened, ref, results)
+            write_out(folder, opened, ref, results)
             table = report.from_artifact(opened, record.run, results["evaluate"].key)
             record = replace(
                 record, status="finished", verdict=table["verdict"], root=results["evaluate"].digest,
@@ -86,7 +86,18 @@ def _run_stages(
             tracking.end_pipeline(record.run, status=status)
 
 
-def _write_out(folder: Path, store: Store, ref: stores.StoreRef, results: dict[str, StageResult]) -> None:
+def _set_defaults(data_dir: Path) -> None:
+    """Where MLflow writes, unless the environment says so, and silence where libraries would draw their own bars."""
+    defaults = {
+        "MLFLOW_TRACKING_URI": f"sqlite:///{(data_dir / 'mlflow.db').absolute()}",
+        "MLFLOW_LOGGING_LEVEL": "WARNING",  # else it tells every migration of its new database
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def write_out(folder: Path, store: Store, ref: stores.StoreRef, results: dict[str, StageResult]) -> None:
     """RUN/report.html and RUN/bundle/, verified copies of what evaluate and calibrate committed."""
     Artifact.open(store, "evaluate", results["evaluate"].key).download("report.html", folder / "report.html")
     bundle = Artifact.open(store, "calibrate", results["calibrate"].key)

@@ -1,0 +1,150 @@
+"""Lineage from manifests alone: an intact chain verifies, and any single changed byte is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from finished_run import PARENTS, make
+from reflux.pipelines import runs
+from reflux.pipelines.__main__ import cli
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> Path:
+    """A copy of the run and of its store, to be damaged."""
+    shutil.copytree(original.parents[1], tmp_path / "data")
+    folder = tmp_path / "data" / "runs" / original.name
+    store = str(tmp_path / "data" / "objects-of-runs")
+    for record in (folder / "run.json", folder / "bundle" / "store.json"):
+        record.write_text(record.read_text().replace(runs.read(original).store.uri, store))
+    return folder
+
+
+def lineage(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["lineage", *map(str, arguments)])
+
+
+def change_a_byte(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_an_intact_run_and_bundle_verify(original: Path) -> None:
+    record = runs.read(original)
+    result = lineage(original, "--json", "--expect", record.root)
+    assert result.exit_code == 0, result.output
+    chain = json.loads(result.stdout)
+    assert chain["verified"]
+    assert chain["root"] == record.root
+    assert sorted(node["stage"] for node in chain["artifacts"]) == sorted(PARENTS)
+    by_stage = {node["stage"]: node for node in chain["artifacts"]}
+    for stage, parents in PARENTS.items():
+        assert {name: parent["stage"] for name, parent in by_stage[stage]["parents"].items()} == parents
+        assert by_stage[stage]["digest"] == record.artifacts[stage]["digest"]
+    assert by_stage["collect_traces"]["sources"]["prompts_uri"]["uri"].endswith("prompts.jsonl")
+
+    bundle = lineage(original / "bundle", "--json")
+    assert bundle.exit_code == 0, bundle.output
+    assert json.loads(bundle.stdout)["root"] == record.artifacts["calibrate"]["digest"]
+
+
+def test_the_tree_shows_every_artifact_once(original: Path) -> None:
+    result = lineage(original)
+    assert result.exit_code == 0
+    for stage in PARENTS:
+        assert f"{stage} {runs.read(original).artifacts[stage]['digest'][:19]}" in result.output
+    assert "verified: 6 artifacts" in result.output
+    assert f"root: {runs.read(original).root}" in result.output
+
+
+def test_a_name_is_found_in_the_data_folder(original: Path) -> None:
+    assert lineage(original.name, "--data-dir", original.parents[1]).exit_code == 0
+
+
+def test_every_changed_object_is_named(run: Path) -> None:
+    """One byte at the start, the middle or the end of each object of the store, one at a time."""
+    store = Path(runs.read(run).store.uri)
+    objects = sorted(path for path in store.rglob("*") if path.is_file())
+    assert len(objects) == 6 * 3 + 1 + 2
+    for path in objects:
+        size = path.stat().st_size
+        for at in (0, size // 2, size - 1):
+            change_a_byte(path, at)
+            result = lineage(run)
+            assert result.exit_code == 1, (path, at)
+            assert str(path.relative_to(store)) in result.stderr, (path, at)
+            change_a_byte(path, at)
+    assert lineage(run).exit_code == 0
+
+
+def test_every_changed_file_outside_the_store_is_named(run: Path) -> None:
+    files = sorted(path for path in (run / "bundle").rglob("*") if path.is_file() and path.name != "store.json")
+    assert len(files) == 4
+    for path in [*files, run / "report.html"]:
+        change_a_byte(path, path.stat().st_size // 2)
+        targets = [run, run / "bundle"] if path.parent != run else [run]
+        for target in targets:
+            result = lineage(target)
+            assert result.exit_code == 1, (path, target)
+            assert str(path) in result.stderr, (path, target)
+        change_a_byte(path, path.stat().st_size // 2)
+    assert lineage(run).exit_code == 0
+
+
+def test_a_missing_object_is_named(run: Path) -> None:
+    store = Path(runs.read(run).store.uri)
+    traces = runs.read(run).artifacts["collect_traces"]["key"]
+    shard = next((store / "objects" / "collect_traces" / traces).glob("*.parquet"))
+    shard.unlink()
+    (run / "bundle" / "model.safetensors").unlink()
+    result = lineage(run)
+    assert result.exit_code == 1
+    assert shard.name in result.stderr
+    assert str(run / "bundle" / "model.safetensors") in result.stderr
+
+
+def test_a_whole_forged_artifact_breaks_the_chain(run: Path, tmp_path: Path) -> None:
+    """Somebody rewrites the traces and gives them a manifest of their own: what was made from them remembers."""
+    other = make(tmp_path / "other")
+    store, key = Path(runs.read(run).store.uri), runs.read(run).artifacts["collect_traces"]["key"]
+    forged = Path(runs.read(other).store.uri, "objects", "profile_kv", runs.read(other).artifacts["profile_kv"]["key"])
+    place = store / "objects" / "collect_traces" / key
+    shutil.rmtree(place)
+    shutil.copytree(forged, place)
+    result = lineage(run)
+    assert result.exit_code == 1
+    assert f"collect_traces/{key}" in result.stderr
+
+
+def test_the_expected_root(run: Path) -> None:
+    result = lineage(run, "--expect", "sha256:" + "0" * 64)
+    assert result.exit_code == 1
+    assert "expected was sha256:000" in result.stderr
+    record = json.loads((run / "run.json").read_text())
+    record["root"] = "sha256:" + "0" * 64  # a rewritten record: the manifest in the store still says otherwise
+    (run / "run.json").write_text(json.dumps(record))
+    result = lineage(run, "--expect", record["root"])
+    assert result.exit_code == 1
+    assert "run.json recorded sha256:000" in result.stderr
+
+
+def test_what_is_neither_run_nor_bundle(run: Path, tmp_path: Path) -> None:
+    result = lineage(tmp_path / "nothing", "--data-dir", run.parents[1])
+    assert result.exit_code == 2
+    assert "no such folder" in result.output
+    assert run.name in result.output
+    (run / "bundle" / "store.json").unlink()
+    assert "--store" in lineage(run / "bundle").output
+    assert lineage(run / "bundle", "--store", runs.read(run).store.uri).exit_code == 0
+    shutil.rmtree(runs.read(run).store.uri)
+    assert "does not exist" in lineage(run).output
