@@ -31,6 +31,7 @@ from reflux.components.kfp_executor import Location
 from reflux.components.storage import Store, StoreError
 
 WRONG_INPUT = 2
+INTERRUPTED = 130
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -61,6 +62,9 @@ def main(arguments: list[str]) -> int:
             raise
         print(f"reflux {stage}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return WRONG_INPUT
+    except KeyboardInterrupt:
+        print(f"reflux {stage}: interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
     return 0
 
 

@@ -35,6 +35,7 @@ from reflux.pipelines.stage_output import Display
 
 _PROGRAM = ["python3", "-m", "reflux.components"]
 _TAIL_LINES = 50  # kept of a stage's output, to find the error in
+_GRACE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +107,14 @@ def run_pipeline(
 def _overridden(root: Path) -> Iterator[None]:
     """kfp.local set up with our task handler, and its own log (colours, rulers, timestamps) kept from the terminal."""
     stock = subprocess_task_handler.SubprocessTaskHandler
-    subprocess_task_handler.SubprocessTaskHandler = StageHandler  # type: ignore[misc]
+    subprocess_task_handler.SubprocessTaskHandler = StageHandler
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(root), raise_on_error=True)
     try:
         with contextlib.redirect_stdout(StringIO()):
             yield
     finally:
         kfp_config.LocalExecutionConfig.instance = None
-        subprocess_task_handler.SubprocessTaskHandler = stock  # type: ignore[misc]
+        subprocess_task_handler.SubprocessTaskHandler = stock
 
 
 class StageHandler(subprocess_task_handler.SubprocessTaskHandler):
@@ -137,8 +138,8 @@ class StageHandler(subprocess_task_handler.SubprocessTaskHandler):
         if code != 0:
             _session.failure = StageError(name, _reason(code, tail, name))
             return Status.FAILURE
-        result = _session.results[name] = _result(executor_input, seconds)
-        _session.display.end(name, result.digest, seconds, reused=result.reused)
+        _session.results[name] = _result(executor_input, seconds)
+        _session.display.end(seconds)
         return Status.SUCCESS
 
 
@@ -167,10 +168,17 @@ def _run_stage(command: list[str], session: _Session) -> tuple[int, list[str]]:
             tail.append(line.rstrip("\n"))
             session.display.line(line.rstrip("\n"))
         return process.wait(), list(tail)
-    finally:  # an interrupted parent leaves no stage behind
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """After an interruption, which the terminal sends to the stage too: let it tell MLflow, but leave none behind."""
+    try:
+        process.wait(timeout=_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _reason(code: int, tail: list[str], stage: str) -> str:

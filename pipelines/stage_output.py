@@ -63,11 +63,11 @@ class Display:
                 refresh=True,
             )
 
-    def end(self, stage: str, digest: str, seconds: float, *, reused: bool) -> None:
+    def end(self, seconds: float) -> None:
         if self._task is not None:
             self._bar.remove_task(self._task)
-        how = "reused" if reused else progress.duration(seconds)
-        self._print(f"      {stage}: {how}, {digest[:19]}…", "green")
+            self._task = None
+        self._print(f"  done in {progress.duration(seconds)}", "green")
 
     def _print(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style=style), soft_wrap=True)

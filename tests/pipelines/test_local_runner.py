@@ -85,29 +85,28 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     assert "[bold] layer" in done
 
 
-def test_killing_the_runner_kills_the_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["kill -9", "Ctrl-C"])
+def test_no_stage_outlives_its_runner(tmp_path: Path, how: str) -> None:
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
         "from toy_stages.pipeline import party\n"
         "party(Path(sys.argv[2]), fault='sleep')\n"
     )
-    runner = subprocess.Popen(
-        [sys.executable, "-c", code, str(TESTS), str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert runner.stdout is not None
-    try:
+    command = [sys.executable, "-c", code, str(TESTS), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as runner:
+        assert runner.stdout is not None
         line = next(line for line in runner.stdout if "sleeping as" in line)
         stage = int(line.split()[-1])
-        runner.kill()
-        runner.wait()
+        assert alive(stage)
+        if how == "kill -9":
+            runner.kill()
+        else:
+            os.killpg(runner.pid, signal.SIGINT)  # a terminal sends it to all that run in it
+        assert runner.wait(timeout=20) != 0
         deadline = time.monotonic() + 10
         while alive(stage) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not alive(stage)
-    finally:
-        runner.kill()
-        runner.wait()
-        runner.stdout.close()
 
 
 def alive(pid: int) -> bool:
@@ -133,8 +132,7 @@ def in_terminal(command: list[str]) -> str:
         pass
     finally:
         os.close(primary)
-        if process.poll() is None and signal.SIGKILL:
-            process.wait(timeout=60)
+        process.wait(timeout=60)
     return seen.decode(errors="replace")
 
 
