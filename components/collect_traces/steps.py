@@ -11,7 +11,7 @@ from typing import Any
 
 _BOUNDARY = re.compile(r"""[.!?…]+["'”’)\]*_]*(?=\s)|[。！？]+[」』”）]*|\n+""")  # noqa: RUF001
 _LIST_MARKER = re.compile(r"^[\s*_#>-]*(\d{1,3}|[A-Za-z])[.)]$")
-_ABBREVIATION = re.compile(r"(?:^|[\s(])(?:e\.g|i\.e|vs|Dr|Mr|Mrs|Ms|Prof|St|No|Fig)\.$")
+_ABBREVIATION = re.compile(r"(?:^|[\s(])(?:e\.g|i\.e|vs|Dr|Mr|Mrs|Ms|Prof|St|Fig)\.$")
 
 
 def token_pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:

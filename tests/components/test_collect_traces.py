@@ -1,0 +1,286 @@
+"""collect_traces on the tiny model: stored numbers against teacher-forced forwards, refused input, and kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reflux.components.artifacts import Artifact
+from reflux.components.collect_traces.config import CollectTracesConfig
+from reflux.components.collect_traces.prompts import split_of
+from reflux.components.collect_traces.stage import run
+from reflux.components.collect_traces.steps import step_starts, token_pieces
+from reflux.components.models import load_model, load_tokenizer
+from reflux.components.schemas import traces_topk
+from stage_writers import writer_for
+
+PROMPTS = [
+    {"prompt_id": f"p{i}", "dimension": ("multi_hop", "trivial")[i % 2], "prompt": "Tell me about " + "sand " * i}
+    for i in range(9)
+]  # p0 and p7 are held out
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Path:
+    return written(tmp_path / "prompts.jsonl", PROMPTS)
+
+
+@pytest.fixture
+def collect(tiny_model: Path, tmp_path: Path) -> Callable[..., Artifact]:
+    def collect(prompts_uri: Path, *, store: str = "store", **options: Any) -> Artifact:
+        config = CollectTracesConfig(
+            teacher=str(tiny_model), prompts_uri=str(prompts_uri), **{"max_new_tokens": 12, "batch_size": 4} | options
+        )
+        writer = writer_for(tmp_path / store, "collect_traces", config)
+        return writer.commit(run(config, traces=writer))
+
+    return collect
+
+
+def written(file: Path, rows: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_stored_distributions_are_those_of_a_teacher_forced_forward(
+    collect: Callable[..., Artifact], prompts_file: Path, tiny_model: Path
+) -> None:
+    traces = collect(prompts_file, top_k=7)
+    model, tokenizer = load_model(tiny_model), load_tokenizer(tiny_model)
+    rows = traces.table("traces").to_pylist()
+    assert {row["prompt_id"] for row in rows} == {prompt["prompt_id"] for prompt in PROMPTS}
+    assert len({row["trace_id"] for row in rows}) == len(PROMPTS)
+    for row in rows:
+        prompt, answer = row["prompt_token_ids"], row["response_token_ids"]
+        logits_TV = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1, : len(tokenizer)]
+        logprobs_TV = logits_TV.log_softmax(-1)
+        stored_TK = torch.tensor(row["topk_logprobs"])
+        expected_TK, _ = logprobs_TV.topk(7)
+        torch.testing.assert_close(stored_TK, expected_TK, atol=3e-3, rtol=0)  # float16 between 4 and 8 nats
+        at_ids_TK = logprobs_TV.gather(1, torch.tensor(row["topk_token_ids"]))
+        torch.testing.assert_close(stored_TK, at_ids_TK, atol=3e-3, rtol=0)
+        mass_T = stored_TK.exp().sum(-1) + torch.tensor(row["tail_logmass"]).exp()
+        torch.testing.assert_close(mass_T, torch.ones(len(answer)), atol=2e-3, rtol=0)
+        entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+        torch.testing.assert_close(torch.tensor(row["entropy_nats"]), entropy_T, atol=1e-3, rtol=0)
+        assert all(0 <= score <= 1 for score in row["key_token_score"])
+        assert row["step_starts"][0] == 0
+        assert row["response"] == tokenizer.decode(answer, skip_special_tokens=True)
+        assert row["split"] == split_of(row["prompt_id"], 0.2)
+
+
+def test_shards_schema_provenance_and_metrics(collect: Callable[..., Artifact], prompts_file: Path) -> None:
+    traces = collect(prompts_file, top_k=5, seed=3)
+    assert [(shard.name, shard.rows) for shard in traces.shards("traces")] == [
+        ("traces/00000", 4), ("traces/00001", 4), ("traces/00002", 1),
+    ]  # fmt: skip
+    table = traces.table("traces")
+    assert table.schema.equals(traces_topk(5))
+    lengths = [len(ids) for ids in table["prompt_token_ids"].to_pylist()]
+    assert lengths == sorted(lengths)
+    provenance = traces.schema_metadata("traces")
+    expected = {"vocab_size": "259", "top_k": "5", "trace_store": "topk", "scored_temperature": "1.0", "seed": "3"}
+    assert expected.items() <= provenance.items()
+    assert re.fullmatch("sha256:[0-9a-f]{64}", provenance["teacher_digest"])
+    tokens = sum(len(ids) for ids in table["response_token_ids"].to_pylist())
+    assert (traces.metrics["prompts"], traces.metrics["heldout_prompts"]) == (9, 2)
+    assert (traces.metrics["tokens"], traces.metrics["rejected"]) == (tokens, 0)
+    assert 0 < traces.metrics["tail_mass_mean"] < 1
+    assert traces.metrics["tokens_per_second"] > 0
+
+
+def test_equal_work_gives_an_equal_digest_and_another_seed_another(
+    collect: Callable[..., Artifact], prompts_file: Path, tmp_path: Path
+) -> None:
+    first = collect(prompts_file, store="a")
+    moved = tmp_path / "python3 elsewhere"
+    moved.mkdir()
+    again = collect(prompts_file.rename(moved / "other name.jsonl"), store="b", device="cpu")
+    other_seed = collect(moved / "other name.jsonl", store="b", seed=1)
+    assert first.digest == again.digest
+    assert other_seed.digest != first.digest
+    assert other_seed.table("traces")["response"] != first.table("traces")["response"]
+
+
+def test_an_answer_depends_on_its_prompt_alone(
+    collect: Callable[..., Artifact], prompts_file: Path, tmp_path: Path
+) -> None:
+    def answers(traces: Artifact) -> dict[str, str]:
+        rows = traces.table("traces", columns=["trace_id", "prompt_id", "response"]).to_pylist()
+        return {row["trace_id"]: row["response"] for row in rows}
+
+    fewer = written(tmp_path / "fewer.jsonl", PROMPTS[::-1][:6])
+    everything, part = answers(collect(prompts_file)), answers(collect(fewer))
+    assert part.items() <= everything.items()
+
+
+def test_a_second_attempt_makes_only_the_missing_shards(
+    collect: Callable[..., Artifact], prompts_file: Path, tiny_model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    whole = collect(prompts_file, store="whole")
+    config = CollectTracesConfig(
+        teacher=str(tiny_model), prompts_uri=str(prompts_file), max_new_tokens=12, batch_size=4
+    )
+    run(config, traces=writer_for(tmp_path / "part", "collect_traces", config))  # an attempt that never commits
+    shard = next((tmp_path / "part").rglob("pending/traces/00001.json"))
+    shard.unlink()
+    capsys.readouterr()
+    resumed = collect(prompts_file, store="part")
+    assert capsys.readouterr().out.startswith("progress  55 %  5/9 prompts")
+    assert resumed.digest == whole.digest
+    assert {**resumed.metrics, "tokens_per_second": 0} == {**whole.metrics, "tokens_per_second": 0}
+
+
+def test_refused_prompts_are_kept_with_their_reason(collect: Callable[..., Artifact], tmp_path: Path) -> None:
+    bad = [
+        {"prompt_id": "p0", "prompt": "again"},
+        {"prompt_id": "long", "prompt": "x" * 300},
+        {"prompt": "  "},
+        {"prompt_id": "none"},
+        {"prompt_id": ["p"], "prompt": "a list as id"},
+    ]
+    traces = collect(written(tmp_path / "prompts.jsonl", [*PROMPTS, *bad]), max_prompt_tokens=200)
+    rejected = traces.table("rejected").to_pylist()
+    assert [row["row"] for row in rejected] == [10, 11, 12, 13, 14]
+    for row, reason in zip(
+        rejected,
+        ["prompt_id 'p0': already used in prompts.jsonl, row 1", r"prompt: 3\d\d tokens .*max_prompt_tokens is 200",
+         "prompt: must be a text", "prompt: must be a text", r"prompt_id \['p'\]: must be text"], strict=True,
+    ):  # fmt: skip
+        assert re.search(reason, row["reason"])
+    assert traces.metrics["rejected"] == 5
+    assert traces.metrics["prompts"] == 9
+
+
+def test_a_prompt_that_leaves_no_room_for_the_answer_is_refused(
+    collect: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    prompts = [*PROMPTS, {"prompt_id": "long", "prompt": "x" * 400}]  # the tiny model's context is 512
+    traces = collect(written(tmp_path / "prompts.jsonl", prompts), max_new_tokens=100)
+    (row,) = traces.table("rejected").to_pylist()
+    assert "the teacher's context leaves 412" in row["reason"]
+
+
+def test_prompts_without_ids_and_dimensions_get_them(collect: Callable[..., Artifact], tmp_path: Path) -> None:
+    texts = [{"prompt": f"Count to {i}."} for i in range(12)]
+    rows = collect(written(tmp_path / "prompts.jsonl", texts)).table("traces").to_pylist()
+    assert {len(row["prompt_id"]) for row in rows} == {64}
+    assert {row["dimension"] for row in rows} == {"unspecified"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "prompts.jsonl: no usable prompt; it is empty"),
+        ("\n\n", "no usable prompt; it is empty"),
+        ('{"prompt": "a"}\n{"prompt": \n', "prompts.jsonl, row 2: not a JSON object"),
+        ('{"prompt": 5}\n', "all 1 were rejected, the first for prompt: must be a text"),
+        ('{"prompt": "a", "prompt_id": "p4"}\n', r"heldout_fraction 0\.2 holds out 0 of 1 prompts"),
+        ('{"prompt": "a", "prompt_id": "p0"}\n', r"heldout_fraction 0\.2 holds out 1 of 1 prompts"),
+    ],
+)
+def test_files_without_usable_prompts_are_refused(
+    content: str, message: str, collect: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        collect(file)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trace_store": "sampled"}, "trace_store 'sampled': allowed is topk"),
+        ({"top_k": 300}, "top_k 300: the teacher's vocabulary has 259"),
+        ({"top_k": 0}, "top_k 0: must be at least 1"),
+        ({"temperature": -1.0}, "temperature -1.0"),
+        ({"top_p": 0.0}, "top_p 0.0"),
+        ({"heldout_fraction": 1.0}, "heldout_fraction 1.0"),
+        ({"dtype": "int4"}, "dtype 'int4'"),
+        ({"device": "tpu"}, "device 'tpu'"),
+        ({"key_token_strategies": ["luck"], "key_token_weights": [1.0]}, "luck"),
+        ({"key_token_temperature": 0.0}, "key_token_temperature 0.0"),
+        ({"key_token_threshold": 2.0}, "key_token_threshold 2.0"),
+    ],
+)
+def test_a_bad_configuration_is_named(
+    options: dict[str, Any], message: str, collect: Callable[..., Artifact], prompts_file: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        collect(prompts_file, **options)
+
+
+def test_a_teacher_and_prompts_must_be_named() -> None:
+    with pytest.raises(ValueError, match="teacher: is empty"):
+        CollectTracesConfig(prompts_uri="builtin:demo_prompts.jsonl")
+    with pytest.raises(ValueError, match="prompts_uri: is empty"):
+        CollectTracesConfig(teacher="some/model")
+
+
+def test_pieces_join_to_the_text_and_hold_back_half_characters(tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    text = "Grüße 你好! Ok."
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces = token_pieces(tokenizer, [*ids, tokenizer.eos_token_id])
+    assert len(pieces) == len(ids) + 1
+    assert "".join(pieces) == text
+    assert pieces[-1] == ""
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ["No boundary at all"],
+        ["First sentence. ", "Second one! ", "Third?"],
+        ["One line\n", "another line\n\n", "and a third"],
+        ["1. Take e.g. two apples. ", "2. Eat them (slowly.) ", "Done... ", "Really."],
+        ["Pi is 3.14 and no end. ", "Version 2.0 follows."],
+        ["第一句。", "第二句！", "完"],  # noqa: RUF001
+        [""],
+    ],
+)
+def test_steps_are_sentences_and_lines(steps: list[str]) -> None:
+    text = "".join(steps)
+    starts = step_starts(list(text) or [""])  # one token per character: offsets are easy to see
+    assert [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)] == steps
+
+
+def test_two_steps_that_begin_in_one_token_are_one() -> None:
+    assert step_starts(["Yes. No. ", "Maybe."]) == [0, 1]
+    assert step_starts(["Yes", ".", " No", ".", ""]) == [0, 2]
+
+
+def test_killed_between_shards_and_called_again_it_ends_with_the_same_digest(
+    collect: Callable[..., Artifact], tiny_model: Path, tmp_path: Path
+) -> None:
+    prompts = written(
+        tmp_path / "prompts.jsonl",
+        [{"prompt_id": f"p{i}", "prompt": f"Say {i} again and again."} for i in range(24)],
+    )
+    command = [sys.executable, "-m", "reflux.components", "collect_traces", "--store", str(tmp_path / "killed"),
+               "--run", "kill", "--teacher", str(tiny_model), "--prompts-uri", str(prompts), "--batch-size", "2",
+               "--max-new-tokens", "60", "--out-traces", str(tmp_path / "traces.json")]  # fmt: skip
+    environment = os.environ | {"MLFLOW_TRACKING_URI": "", "OMP_NUM_THREADS": "1", "REFLUX_PROGRESS": "json"}
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as killed:
+        assert killed.stdout is not None
+        next(line for line in killed.stdout if '"done": 6' in line)
+        killed.send_signal(signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "traces.json").exists()
+    assert 3 <= len(list((tmp_path / "killed").rglob("pending/traces/*.json"))) < 12
+
+    resumed = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    assert '"done": 0' not in resumed.stdout
+    never_killed = collect(prompts, batch_size=2, max_new_tokens=60)
+    assert resumed.stdout.endswith(f"{never_killed.digest}\n")
