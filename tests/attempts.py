@@ -13,6 +13,7 @@ from reflux.components.schemas import TRAINING, TRAINING_TIMES
 from reflux.components.storage import S3Settings, Store
 
 SHARDS = 5
+WEIGHTS = bytes(range(256)) * 100
 
 
 def create(uri: str, settings: S3Settings, key: str, n: int) -> bool:
@@ -54,7 +55,7 @@ def work(output: Writer, *, pause_s: float = 0.0) -> list[int]:
     output.write_table(
         "training_times", pa.Table.from_pylist(now, schema=TRAINING_TIMES), TRAINING_TIMES, measured=True
     )
-    output.write_file("model.safetensors", bytes(range(256)) * 100)
+    output.write_file("model.safetensors", WEIGHTS)
     return mine
 
 
