@@ -48,6 +48,15 @@ class S3Settings:
             session_token=environ.get("AWS_SESSION_TOKEN") or None,
         )
 
+    @classmethod
+    def of_store(cls, environ: Mapping[str, str] = os.environ) -> S3Settings:
+        """REFLUX_STORE_* where a store has an endpoint of its own, so that sources keep AWS_*; else AWS_*."""
+        endpoint = environ.get("REFLUX_STORE_ENDPOINT_URL")
+        if not endpoint:
+            return cls.from_env(environ)
+        names = ("REFLUX_STORE_ACCESS_KEY_ID", "REFLUX_STORE_SECRET_ACCESS_KEY")
+        return cls(endpoint=endpoint, access_key=environ.get(names[0]), secret_key=environ.get(names[1]))
+
     def env(self) -> dict[str, str]:
         """The variables from which `from_env` reads these settings in another process."""
         names = {
@@ -79,7 +88,7 @@ class Store(ABC):
         if parts.scheme in ("s3", "minio"):
             from reflux.components.s3_store import S3Store
 
-            return S3Store(parts.netloc.rpartition("@")[2], parts.path.strip("/"), settings or S3Settings.from_env())
+            return S3Store(parts.netloc.rpartition("@")[2], parts.path.strip("/"), settings or S3Settings.of_store())
         from reflux.components.local_store import LocalStore
 
         if parts.scheme == "file" and parts.netloc in ("", "localhost"):

@@ -90,13 +90,19 @@ def run(
     config: Path | None, **sources: str,
 ) -> None:  # fmt: skip
     """Run a recipe from prompts to the evaluated bundle. After an interruption the same command continues."""
-    from reflux.pipelines.run import StageError, run_recipe
+    from reflux.pipelines import stores
 
     if runner == "docker":
         raise ValueError("--runner docker: not available yet; --runner process runs the same stages on this machine")
     full = _recipe(recipe, config, sources, settings)
+    ref, remark = stores.choose(store, endpoint, data_dir)
+    if remark:
+        click.echo(remark, err=True)
+
+    from reflux.pipelines.run import StageError, run_recipe  # heavy, so after everything that is quickly refused
+
     try:
-        passed = run_recipe(recipe, full, store=store, endpoint=endpoint, data_dir=data_dir, name=name)
+        passed = run_recipe(recipe, full, ref, data_dir=data_dir, name=name)
     except StageError as error:
         raise click.ClickException(
             f"stage {error}\nWhat is done is kept: the same command goes on from there."

@@ -49,12 +49,11 @@ class Server:
     secret_key: str
 
     def environment(self) -> dict[str, str]:
-        """What a process needs to reach it: the variables that every S3 client knows."""
+        """What a stage needs to reach it. Not the AWS_* variables: prompts may lie in somebody's real bucket."""
         return {
-            "AWS_ENDPOINT_URL": self.endpoint,
-            "AWS_REGION": "us-east-1",
-            "AWS_ACCESS_KEY_ID": self.access_key,
-            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "REFLUX_STORE_ENDPOINT_URL": self.endpoint,
+            "REFLUX_STORE_ACCESS_KEY_ID": self.access_key,
+            "REFLUX_STORE_SECRET_ACCESS_KEY": self.secret_key,
         }
 
 

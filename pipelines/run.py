@@ -25,16 +25,11 @@ from reflux.pipelines.distillation import distillation
 from reflux.pipelines.local_runner import StageError, StageResult, run_pipeline
 
 
-def run_recipe(
-    recipe_name: str, recipe: recipes.Recipe, *, store: str, endpoint: str, data_dir: Path, name: str
-) -> bool:
+def run_recipe(recipe_name: str, recipe: recipes.Recipe, ref: stores.StoreRef, *, data_dir: Path, name: str) -> bool:
     """Run it, write RUN/run.json, report.html and bundle/, print the results. Returns whether the gate passed.
 
     ValueError or OSError for what is wrong beforehand; StageError if a stage fails.
     """
-    ref, remark = stores.choose(store, endpoint, data_dir)
-    if remark:
-        click.echo(remark, err=True)
     configs = {stage: getattr(recipe, stage) for stage in recipes.STAGES}
     _set_defaults(data_dir)
     with stores.opened(ref, create=True) as (opened, environment):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from reflux.components.storage import Store
 
 BESIDE = "store.json"
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # the first that is set wins
 KINDS = ("embedded", "directory", "s3")
 
 
@@ -60,9 +61,8 @@ def choose(text: str, endpoint: str, data_dir: Path) -> tuple[StoreRef, str]:
     if text.startswith(("s3://", "minio://")):
         if not text.partition("://")[2].strip("/"):
             raise ValueError(f"--store {text}: no bucket; write s3://bucket/prefix")
-        return StoreRef(
-            kind="s3", uri=text.rstrip("/"), endpoint=endpoint or os.environ.get("AWS_ENDPOINT_URL", "")
-        ), ""
+        known = (endpoint, *(os.environ.get(name, "") for name in ENDPOINT_VARIABLES))
+        return StoreRef(kind="s3", uri=text.rstrip("/"), endpoint=next(filter(None, known), "")), ""
     if endpoint:
         raise ValueError(f"--endpoint belongs to --store s3://…, not to {text!r}")
     scheme, separator, path = text.partition("://")
@@ -110,10 +110,9 @@ def opened(ref: StoreRef, *, create: bool = False) -> Iterator[tuple[Store, dict
 
     if not create and ref.kind != "s3" and not Path(ref.folder or ref.uri).is_dir():
         raise ValueError(f"the store {ref.described()} does not exist (any more); name the right one with --store")
-    if ref.kind != "embedded":
-        environment = {"AWS_ENDPOINT_URL": ref.endpoint} if ref.endpoint else {}
-        yield Store.open(ref.uri, S3Settings.from_env({**os.environ, **environment})), environment
-        return
-    with embedded_store.running(Path(ref.folder)) as server:
-        environment = server.environment()
+    if ref.kind == "embedded":
+        with embedded_store.running(Path(ref.folder)) as server:
+            yield Store.open(ref.uri, S3Settings.of_store(server.environment())), server.environment()
+    else:
+        environment = dict.fromkeys(ENDPOINT_VARIABLES, ref.endpoint) if ref.endpoint else {}
         yield Store.open(ref.uri, S3Settings.from_env({**os.environ, **environment})), environment

@@ -91,7 +91,7 @@ def test_a_file_of_changes(recipe: recipes.Recipe, tmp_path: Path, name: str, te
     ("name", "text", "message"),
     [
         ("c.json", "{", r"c.json: not valid JSON \(.*line 1"),
-        ("c.toml", "\nx = ", r"c.toml: not valid TOML \(.*line 2"),
+        ("c.toml", "\nx = = 1", r"c.toml: not valid TOML \(.*line 2"),
         ("c.json", "[1]", "one table per stage"),
         ("c.json", '{"distill": 3}', "distill: a table of fields is expected, not 3"),
         ("c.json", '{"distill": {"max_steps": "2"}}', "distill.max_steps: '2' is not a whole number"),

@@ -1,0 +1,172 @@
+"""Preflight: every input that would stop a stage later is refused before any work, by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reflux.components import preflight
+from reflux.components.calibrate.config import CalibrateConfig
+from reflux.components.collect_traces.config import CollectTracesConfig
+from reflux.components.distill.config import DistillConfig
+from reflux.components.evaluate.config import EvaluateConfig
+from reflux.components.ingest_labels.config import IngestLabelsConfig
+from reflux.components.profile_kv.config import ProfileKvConfig
+from reflux.components.storage import Store, StoreError
+
+PROMPTS = [{"prompt_id": f"p{n}", "prompt": f"What is {n} plus {n}?"} for n in range(12)]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def configs(tiny_model: Path, prompts: Path) -> dict[str, Any]:
+    model = str(tiny_model)
+    return {
+        "collect_traces": CollectTracesConfig(teacher=model, prompts_uri=str(prompts), max_new_tokens=32),
+        "profile_kv": ProfileKvConfig(student_uri=model),
+        "ingest_labels": IngestLabelsConfig(),
+        "distill": DistillConfig(teacher=model, student_uri=model),
+        "calibrate": CalibrateConfig(student_uri=model),
+        "evaluate": EvaluateConfig(teacher=model, student_uri=model, windows=2, window_tokens=64),
+    }
+
+
+def changed(configs: dict[str, Any], stage: str, **values: Any) -> dict[str, Any]:
+    return {**configs, stage: replace(configs[stage], **values)}
+
+
+def with_model(configs: dict[str, Any], field: str, path: Path | str) -> dict[str, Any]:
+    """The same teacher or student in every stage that has one."""
+    return {
+        stage: replace(config, **{field: str(path)}) if hasattr(config, field) else config
+        for stage, config in configs.items()
+    }
+
+
+def test_good_inputs_pass_and_leave_the_store_empty(configs: dict[str, Any], store: Store) -> None:
+    (remark,) = preflight.check(configs, store)
+    assert remark.startswith("12 prompts, ")
+    assert store.list() == []
+
+
+@pytest.mark.parametrize("field", ["teacher", "student_uri"])
+def test_a_missing_model(configs: dict[str, Any], store: Store, tmp_path: Path, field: str) -> None:
+    with pytest.raises(ValueError, match=rf"{field}: source .*nowhere.*no such file or folder"):
+        preflight.check(with_model(configs, field, tmp_path / "nowhere"), store)
+
+
+def test_a_folder_that_is_no_model(configs: dict[str, Any], store: Store, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "readme.txt").write_text("no model")
+    with pytest.raises(ValueError, match="no usable tokenizer"):
+        preflight.check(with_model(configs, "teacher", tmp_path / "empty"), store)
+
+
+def test_teacher_and_student_with_other_tokenizers(
+    configs: dict[str, Any], store: Store, tiny_model: Path, tmp_path: Path
+) -> None:
+    student = tmp_path / "student"
+    shutil.copytree(tiny_model, student)
+    tokenizer = json.loads((student / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (student / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="do not share a tokenizer: 2 tokens"):
+        preflight.check(with_model(configs, "student_uri", student), store)
+
+
+def test_an_empty_prompts_file(configs: dict[str, Any], store: Store, prompts: Path) -> None:
+    prompts.write_text("\n")
+    with pytest.raises(ValueError, match=r"prompts\.jsonl: no usable prompt; it is empty"):
+        preflight.check(configs, store)
+
+
+def test_a_malformed_line_is_named_by_its_number(configs: dict[str, Any], store: Store, prompts: Path) -> None:
+    lines = prompts.read_text().splitlines()
+    lines[6] = lines[6][:-1]
+    prompts.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, row 7: not a JSON object"):
+        preflight.check(configs, store)
+
+
+def test_a_prompt_longer_than_the_context_is_counted(configs: dict[str, Any], store: Store, prompts: Path) -> None:
+    with prompts.open("a") as stream:
+        stream.write(json.dumps({"prompt_id": "long", "prompt": "python3 " * 100}) + "\n")
+    remarks = preflight.check(configs, store)
+    assert any("1 prompts are set aside; the first, row 13: prompt: " in remark for remark in remarks)
+
+
+def test_only_prompts_longer_than_the_context(configs: dict[str, Any], store: Store, prompts: Path) -> None:
+    prompts.write_text(json.dumps({"prompt": "python3 " * 100}) + "\n")
+    with pytest.raises(ValueError, match=r"no usable prompt; all 1 were rejected.*context"):
+        preflight.check(configs, store)
+
+
+def test_labels_for_unknown_prompts(configs: dict[str, Any], store: Store, tmp_path: Path) -> None:
+    labels = tmp_path / "labels.csv"
+    configs = changed(configs, "ingest_labels", labels_uri=str(labels))
+    labels.write_text("prompt_id,step,annotator,rating\nother,0,ann,3\n")
+    with pytest.raises(ValueError, match=r"labels\.csv: no usable row; labels\.csv, row 2: prompt_id 'other': unknown"):
+        preflight.check(configs, store)
+    with labels.open("a") as stream:
+        stream.write("p1,0,ann,3\n")
+    assert "2 labels, 1 of them are set aside" in preflight.check(configs, store)[-1]
+
+
+def test_an_unreadable_labels_file(configs: dict[str, Any], store: Store, tmp_path: Path) -> None:
+    labels = tmp_path / "labels.parquet"
+    labels.write_bytes(b"PAR1 no PAR1")
+    with pytest.raises(ValueError, match=r"labels\.parquet: not a readable Parquet file"):
+        preflight.check(changed(configs, "ingest_labels", labels_uri=str(labels)), store)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"\xff\xfe\x00", "not a readable UTF-8 text"), (b"short", "are too few")]
+)
+def test_an_evaluation_text_that_cannot_be_used(
+    configs: dict[str, Any], store: Store, tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "text.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        preflight.check(changed(configs, "evaluate", eval_text_uri=str(tmp_path / "text.txt")), store)
+
+
+@pytest.mark.parametrize(
+    ("stage", "field", "value"),
+    [
+        ("collect_traces", "max_new_tokens", 512),
+        ("profile_kv", "max_sequence_tokens", 513),
+        ("distill", "max_sequence_tokens", 513),
+        ("evaluate", "window_tokens", 513),
+    ],
+)
+def test_lengths_beyond_the_context(configs: dict[str, Any], store: Store, stage: str, field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"{stage}\.{field} {value}: at most {512 - (stage == 'collect_traces')} fit"):
+        preflight.check(changed(configs, stage, **{field: value}), store)
+
+
+def test_more_entries_per_token_than_the_vocabulary_has(configs: dict[str, Any], store: Store) -> None:
+    with pytest.raises(ValueError, match=r"top_k 4000: the teacher's vocabulary has 259"):
+        preflight.check(changed(configs, "collect_traces", top_k=4000), store)
+
+
+def test_an_unwritable_store_is_refused_first(configs: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = Store.open(str(tmp_path / "file" / "store"))
+    with pytest.raises((StoreError, ValueError), match=str(tmp_path / "file")):
+        preflight.check(with_model(configs, "teacher", "nowhere"), store)
