@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,9 +64,9 @@ class LocalStore(Store):
             found = {}
             for folder, folders, names in os.walk(start):
                 folders[:] = [name for name in folders if Path(folder, name) != self.root / _PARTIAL]
-                for name in names:
-                    path = Path(folder, name)
-                    found[path.relative_to(self.root).as_posix()] = path.stat().st_size
+                for path in (Path(folder, name) for name in names):
+                    with suppress(FileNotFoundError):  # another process removed it since the folder was read
+                        found[path.relative_to(self.root).as_posix()] = path.stat().st_size
             return dict(sorted(found.items()))
 
     def size(self, key: str) -> int:

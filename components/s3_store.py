@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
@@ -79,6 +80,7 @@ class S3Store(Store):
                     return False
                 if code not in _CONFLICT or attempt == _ATTEMPTS - 1:
                     raise
+                time.sleep(0.2 * 2**attempt)
         raise AssertionError("unreachable")
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
