@@ -22,7 +22,8 @@ def run(config: IngestLabelsConfig, *, traces: Artifact, labels: Writer) -> dict
         for batch in traces.batches("traces", columns=["trace_id", "prompt_id", "step_starts"])
         for row in batch.to_pylist()
     )
-    found, rejected = [], []
+    found: list[Label] = []
+    rejected: list[dict[str, Any]] = []
     if config.labels_uri:
         path = labels.source("labels_uri")
         found, rejected = join(list(read_records(path)), known)

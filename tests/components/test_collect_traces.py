@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ import pytest
 import torch
 from reflux.components.artifacts import Artifact
 from reflux.components.collect_traces.config import CollectTracesConfig
-from reflux.components.collect_traces.prompts import split_of
+from reflux.components.collect_traces.prompts import load_prompts, split_of
 from reflux.components.collect_traces.stage import run
 from reflux.components.collect_traces.steps import step_starts, token_pieces
 from reflux.components.models import load_model, load_tokenizer
 from reflux.components.schemas import traces_topk
+from reflux.components.sources import fetch
 from stage_writers import writer_for
 
 PROMPTS = [
@@ -225,6 +227,23 @@ def test_a_teacher_and_prompts_must_be_named() -> None:
         CollectTracesConfig(prompts_uri="builtin:demo_prompts.jsonl")
     with pytest.raises(ValueError, match="prompts_uri: is empty"):
         CollectTracesConfig(teacher="some/model")
+
+
+def test_the_demo_prompts_cover_every_dimension_on_both_sides(tiny_model: Path) -> None:
+    prompts, rejected = load_prompts(
+        fetch("builtin:demo_prompts.jsonl"),
+        load_tokenizer(tiny_model),
+        heldout_fraction=0.2,
+        max_prompt_tokens=512,  # bytes
+        max_total_tokens=512,
+    )
+    assert rejected == []
+    sizes = Counter((prompt.dimension, prompt.split) for prompt in prompts)
+    for dimension in ("multi_hop", "tool_use", "uncertainty", "long_range", "value_alignment"):
+        assert sizes[dimension, "train"] + sizes[dimension, "heldout"] == 20
+        assert sizes[dimension, "heldout"] >= 3
+    assert sizes["trivial", "train"] + sizes["trivial", "heldout"] == 11
+    assert len({prompt.text for prompt in prompts}) == len(prompts)
 
 
 def test_pieces_join_to_the_text_and_hold_back_half_characters(tiny_model: Path) -> None:

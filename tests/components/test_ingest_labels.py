@@ -23,6 +23,7 @@ from reflux.components.ingest_labels.stage import hard_samples, join, run
 from reflux.components.ingest_labels.validation import Label, Traces
 from reflux.components.records import read_records
 from reflux.components.schemas import HARD_SAMPLES, LABELS, traces_topk
+from reflux.components.sources import fetch
 from stage_writers import writer_for
 
 STEPS = {"p1": 3, "p2": 1, "p3": 2}
@@ -182,6 +183,15 @@ def test_hard_samples_say_why(ingest: Callable[..., Artifact]) -> None:
     assert ingest(rows, hard_rating=3).metrics["hard_share"] == 1
     with pytest.raises(ValueError, match="hard_rating 6"):
         IngestLabelsConfig(hard_rating=6)
+
+
+def test_the_demo_labels_show_two_rows_in_quarantine() -> None:
+    asked = {record.values["prompt_id"] for record in read_records(fetch("builtin:demo_prompts.jsonl"))}
+    known = Traces(trace_row(prompt_id, 2) for prompt_id in asked)
+    labels, rejected = join(list(read_records(fetch("builtin:demo_labels.jsonl"))), known)
+    assert len(labels) == 90
+    assert [row["reason"].partition(":")[0] for row in rejected] == ["prompt_id 'multi_hop_99'", "rating 6"]
+    assert 0.5 < (krippendorff_alpha(labels) or 0) < 1
 
 
 def label(step: int, annotator: str, rating: int) -> Label:
