@@ -25,7 +25,7 @@ from reflux.components.schemas import traces_topk
 from reflux.components.sources import fetch
 from stage_writers import writer_for
 
-PROMPTS = [
+PROMPTS: list[dict[str, Any]] = [
     {"prompt_id": f"p{i}", "dimension": ("multi_hop", "trivial")[i % 2], "prompt": "Tell me about " + "sand " * i}
     for i in range(9)
 ]  # p0 and p7 are held out
@@ -143,7 +143,7 @@ def test_a_second_attempt_makes_only_the_missing_shards(
 
 
 def test_refused_prompts_are_kept_with_their_reason(collect: Callable[..., Artifact], tmp_path: Path) -> None:
-    bad = [
+    bad: list[dict[str, Any]] = [
         {"prompt_id": "p0", "prompt": "again"},
         {"prompt_id": "long", "prompt": "x" * 300},
         {"prompt": "  "},

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -99,6 +100,7 @@ def test_text_fields_are_text_or_whole_numbers() -> None:
     assert read_text_field({"id": " x "}, "id") == "x"
     assert read_text_field({"id": 7}, "id") == "7"
     assert read_text_field({"id": None}, "id") == read_text_field({}, "id") == ""
-    for value in (True, 1.5, ["x"], {}):
+    refused: list[Any] = [True, 1.5, ["x"], {}]
+    for value in refused:
         with pytest.raises(ValueError, match="id .*: must be text"):
             read_text_field({"id": value}, "id")
