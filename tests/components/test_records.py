@@ -102,5 +102,5 @@ def test_text_fields_are_text_or_whole_numbers() -> None:
     assert read_text_field({"id": None}, "id") == read_text_field({}, "id") == ""
     refused: list[Any] = [True, 1.5, ["x"], {}]
     for value in refused:
-        with pytest.raises(ValueError, match="id .*: must be text"):
+        with pytest.raises(ValueError, match=r"id .*: must be text"):
             read_text_field({"id": value}, "id")
