@@ -80,9 +80,9 @@ STAGES: dict[str, type] = get_type_hints(Recipe)
 def demo() -> Recipe:
     """SmolLM2-135M-Instruct taught to run in 4-bit weights and activations: ten minutes and 6 GB on two cores."""
     teacher = student = SMOLLM2
-    prompts, labels = "builtin:demo_prompts.jsonl", "builtin:demo_labels.csv"
+    prompts, labels = "builtin:demo_prompts.jsonl", "builtin:demo_labels.jsonl"
     return Recipe(
-        collect_traces=CollectTracesConfig(teacher=teacher, prompts_uri=prompts),
+        collect_traces=CollectTracesConfig(teacher=teacher, prompts_uri=prompts, max_new_tokens=96),
         profile_kv=ProfileKvConfig(student_uri=student),
         ingest_labels=IngestLabelsConfig(labels_uri=labels),
         distill=DistillConfig(teacher=teacher, student_uri=student),
