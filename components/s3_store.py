@@ -1,4 +1,8 @@
-"""A store in S3 or a server that speaks it: boto3 for objects and conditional writes, pyarrow for random access."""
+"""A store in S3 or a server that speaks it: boto3 for objects and conditional writes, pyarrow for random access.
+
+The server has to decide conditional writes atomically, as AWS and SeaweedFS do. OpenStack Swift looks for the object
+before it takes the new one, so two writers at the same moment can both succeed: let one run at a time write there.
+"""
 
 from __future__ import annotations
 
