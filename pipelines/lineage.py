@@ -79,7 +79,7 @@ def verify(text: str, *, expect: str = "", store: str = "", endpoint: str = "", 
     else:
         folder = runs.find(text, data_dir)
         record = runs.read(folder)
-        if not record.root:
+        if record.status != "finished":
             raise ValueError(
                 f"run {record.run} is {record.status}: its lineage has no root yet; run the same command again"
             )

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -63,6 +63,7 @@ class _Session:
 
     environment: Mapping[str, str]
     display: Display
+    on_finished: Callable[[str, StageResult], None]
     results: dict[str, StageResult] = field(default_factory=dict)
     failure: StageError | None = None
 
@@ -76,12 +77,14 @@ def run_pipeline(
     *,
     root: Path,
     environment: Mapping[str, str] | None = None,
+    on_finished: Callable[[str, StageResult], None] = lambda stage, result: None,
 ) -> dict[str, StageResult]:
     """Run compiled YAML text to its end; the result of every stage, in the order in which they ran.
 
     `root` is the folder for kfp's own files (manifest copies). `environment` is added to this process's for the stages:
-    store credentials, MLFLOW_TRACKING_URI. Call it from the main thread, since stages die with the thread that started
-    them. StageError if a stage fails; the stages before it stay committed in the store.
+    store credentials, MLFLOW_TRACKING_URI. `on_finished` hears of every stage as soon as it is committed. Call it from
+    the main thread, since stages die with the thread that started them. StageError if a stage fails; the stages before
+    it stay committed in the store.
     """
     global _session
     if _session is not None:
@@ -89,7 +92,7 @@ def run_pipeline(
     component = load_component_from_text(pipeline)
     total = len(component.pipeline_spec.root.dag.tasks)
     with Display(total=total) as display:
-        session = _session = _Session(environment=environment or {}, display=display)
+        session = _session = _Session(environment=environment or {}, display=display, on_finished=on_finished)
         try:
             with _overridden(root):
                 component(**arguments)
@@ -138,7 +141,8 @@ class StageHandler(subprocess_task_handler.SubprocessTaskHandler):
         if code != 0:
             _session.failure = StageError(name, _reason(code, tail, name))
             return Status.FAILURE
-        _session.results[name] = _result(executor_input, seconds)
+        result = _session.results[name] = _result(executor_input, seconds)
+        _session.on_finished(name, result)
         _session.display.end(seconds)
         return Status.SUCCESS
 

@@ -40,13 +40,11 @@ def run_recipe(recipe_name: str, recipe: recipes.Recipe, ref: stores.StoreRef, *
                 run=folder.name, recipe=recipe_name, store=ref, config_digest=_config_digest(recipe, ref),
                 configs={stage: asdict(config) for stage, config in configs.items()},
             )  # fmt: skip
-            results = _run_stages(folder, record, recipe, environment)
-            write_out(folder, opened, ref, results)
-            table = report.from_artifact(opened, record.run, results["evaluate"].key)
-            record = replace(
-                record, status="finished", verdict=table["verdict"], root=results["evaluate"].digest,
-                artifacts={stage: {"key": done.key, "digest": done.digest} for stage, done in results.items()},
-            )  # fmt: skip
+            record = _run_stages(folder, record, recipe, environment)
+            write_out(folder, opened, record)
+            table = report.from_artifact(opened, record.run, record.artifacts["evaluate"]["key"])
+            root = record.artifacts["evaluate"]["digest"]
+            record = replace(record, status="finished", verdict=table["verdict"], root=root)
             runs.write(folder, record)
             tracking.end_pipeline(
                 record.run, status="FINISHED", verdict=record.verdict, root=record.root, report=folder / "report.html"
@@ -57,21 +55,28 @@ def run_recipe(recipe_name: str, recipe: recipes.Recipe, ref: stores.StoreRef, *
 
 def _run_stages(
     folder: Path, record: runs.RunRecord, recipe: recipes.Recipe, environment: dict[str, str]
-) -> dict[str, StageResult]:
+) -> runs.RunRecord:
+    """The record with every stage's artifact; run.json has each as soon as it is committed."""
+
+    def note(stage: str, result: StageResult) -> None:
+        record.artifacts[stage] = {"key": result.key, "digest": result.digest}
+        runs.write(folder, record)
+
     continued = (folder / runs.RECORD).exists()
     click.echo(f"run {record.run} {'continues' if continued else 'begins'}, store {record.store.described()}")
     runs.write(folder, record)
     tracking.begin_pipeline(record.run, {"recipe": record.recipe, "store": record.store.uri, **_sources(recipe)})
     status = "KILLED"
     try:
-        results = run_pipeline(
+        run_pipeline(
             compile_to_text(distillation(recipe)),
             {"store": record.store.uri, "run": record.run},
             root=folder / "kfp",
             environment=environment,
+            on_finished=note,
         )
         status = "FINISHED"
-        return results
+        return record
     except StageError:
         status = "FAILED"
         runs.write(folder, replace(record, status="failed"))
@@ -92,15 +97,16 @@ def _set_defaults(data_dir: Path) -> None:
         os.environ.setdefault(name, value)
 
 
-def write_out(folder: Path, store: Store, ref: stores.StoreRef, results: dict[str, StageResult]) -> None:
+def write_out(folder: Path, store: Store, record: runs.RunRecord) -> None:
     """RUN/report.html and RUN/bundle/, verified copies of what evaluate and calibrate committed."""
-    Artifact.open(store, "evaluate", results["evaluate"].key).download("report.html", folder / "report.html")
-    bundle = Artifact.open(store, "calibrate", results["calibrate"].key)
+    scores = Artifact.open(store, "evaluate", record.artifacts["evaluate"]["key"])
+    scores.download("report.html", folder / "report.html")
+    bundle = Artifact.open(store, "calibrate", record.artifacts["calibrate"]["key"])
     partial = folder / ".bundle.partial"
     shutil.rmtree(partial, ignore_errors=True)
     bundle.download_all("", partial)
     (partial / "manifest.json").write_bytes(bundle.bytes)
-    (partial / stores.BESIDE).write_text(json.dumps(ref.to_json(), indent=2) + "\n", encoding="utf-8")
+    (partial / stores.BESIDE).write_text(json.dumps(record.store.to_json(), indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(folder / "bundle", ignore_errors=True)
     partial.rename(folder / "bundle")
 

@@ -36,7 +36,7 @@ class RunRecord:
     status: str = "running"
     """running (or interrupted), failed, finished"""
     artifacts: dict[str, dict[str, str]] = field(default_factory=dict)
-    """stage -> {"key", "digest"}, once finished."""
+    """stage -> {"key", "digest"} of every stage that is done."""
     root: str = ""
     """Digest of evaluate's artifact."""
     verdict: str = ""

@@ -60,7 +60,7 @@ def show(rows: list[Usage]) -> None:
 
 
 def _referring(data_dir: Path) -> dict[tuple[str, str], set[str]]:
-    """(stage, key) -> names of the finished runs whose artifact it is."""
+    """(stage, key) -> names of the runs whose artifact it is."""
     referring: dict[tuple[str, str], set[str]] = defaultdict(set)
     for record in runs.all_records(data_dir):
         for stage, artifact in record.artifacts.items():

@@ -12,7 +12,6 @@ from reflux.components.schemas import TRAINING
 from reflux.components.sources import resolve
 from reflux.components.storage import Store
 from reflux.pipelines import run, runs, stores
-from reflux.pipelines.local_runner import StageResult
 
 PARENTS: dict[str, dict[str, str]] = {
     "collect_traces": {},
@@ -44,18 +43,14 @@ def make(data_dir: Path, *, name: str = "demo-1") -> Path:
     made: dict[str, Artifact] = {}
     for stage, parents in PARENTS.items():
         made[stage] = _commit(store, data_dir, stage, {name: made[parent] for name, parent in parents.items()})
-    results = {
-        stage: StageResult(manifest=data_dir, key=made[stage].key, digest=made[stage].digest, reused=False, seconds=1.0)
-        for stage in made
-    }
     folder = data_dir / "runs" / name
     folder.mkdir(parents=True)
-    run.write_out(folder, store, ref, results)
     record = runs.RunRecord(
         run=name, recipe="demo", store=ref, configs={}, config_digest="sha256:0", status="finished",
-        artifacts={stage: {"key": result.key, "digest": result.digest} for stage, result in results.items()},
-        root=results["evaluate"].digest, verdict="pass",
+        artifacts={stage: {"key": artifact.key, "digest": artifact.digest} for stage, artifact in made.items()},
+        root=made["evaluate"].digest, verdict="pass",
     )  # fmt: skip
+    run.write_out(folder, store, record)
     runs.write(folder, record)
     return folder
 
