@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -125,7 +125,7 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
         for layer in decoder_layers(model):
             for name, linear in [(n, m) for n, m in layer.named_modules() if isinstance(m, nn.Linear)]:
                 layer.set_submodule(name, LowBitLinear(linear, scheme.weight_bits, scheme.group_size))
-    model.policy = policy
+    model.policy, model.rounds_activations = policy, True
     if scheme.quantizes_activations:
         model.model.register_forward_pre_hook(_remember_positions, with_kwargs=True)
         for site, module in site_modules(model).items():
@@ -133,6 +133,29 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
                 raise ValueError(f"policy table has no site {site!r}: it was made for another model")
             module.register_forward_pre_hook(_Rounding(model, scheme, site), with_kwargs=True)
     return model
+
+
+@contextmanager
+def watching_sites(model: Any, see: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Within the block, `see(site, x_BTD)` is called with the hidden states that reach each site, before any
+    rounding.
+    """
+
+    def hook(site: str) -> Any:
+        def forward(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            see(site, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+        return forward
+
+    handles = [
+        module.register_forward_pre_hook(hook(site), with_kwargs=True, prepend=True)
+        for site, module in site_modules(model).items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Rounding:
@@ -150,6 +173,8 @@ class _Rounding:
         return (self.round(args[0]), *args[1:]), kwargs
 
     def round(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        if not self.model.rounds_activations:
+            return x_BTD
         policy = self.model.policy
         scale_BT1 = (
             None if policy is None else policy.main_scale(self.site, self.model.model.position_BT).to(x_BTD.dtype)
@@ -162,6 +187,16 @@ def _remember_positions(decoder: Any, args: tuple, kwargs: dict) -> None:
     if position_BT is None:
         raise ValueError("a low-bit model needs position_ids: its activation scales depend on the position")
     decoder.position_BT = position_BT
+
+
+@contextmanager
+def full_precision_activations(model: Any) -> Iterator[None]:
+    """Within the block activations are not rounded: the W4A16 path of the same weights."""
+    model.rounds_activations = False
+    try:
+        yield
+    finally:
+        model.rounds_activations = True
 
 
 @contextmanager

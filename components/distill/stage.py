@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ def run(
     with torch.no_grad():
         for name, value in last.items():
             trainer.trained()[name].copy_(value)
-    _write(student, trainer, phases)
+    _write(student, trainer, phases, scheme)
     return metrics | {name: value for name, value in trainer.history[-1].values.items() if not name.endswith("_lr")}
 
 
@@ -156,7 +158,8 @@ def _validation_loss(loss: DistillationLoss, model: Any, sequences: list[Sequenc
     return sum(parts) / tokens if tokens else 0.0
 
 
-def _write(student: Writer, trainer: Trainer, phases: list[Phase]) -> None:
+def _write(student: Writer, trainer: Trainer, phases: list[Phase], scheme: Scheme) -> None:
+    student.write_file("scheme.json", json.dumps(asdict(scheme), sort_keys=True).encode())
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "latent.safetensors"
         save_file({name: p.detach().contiguous() for name, p in trainer.weights.items()}, file, metadata=LATENT)

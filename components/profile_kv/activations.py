@@ -6,8 +6,6 @@ Shapes: B sequences, T tokens, N valid tokens of a bucket, D channels, S sites, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +16,8 @@ from reflux.components.algorithms.activation_statistics import (
     kurtosis,
     sarle_bimodality,
 )
-from reflux.components.algorithms.low_bit import site_modules
 from reflux.components.algorithms.policies import KNOTS, PositionTable, nearest_knot
 from reflux.kernels.dual_scale_quant import largest_code
-from torch import nn
 
 
 class ActivationWatch:
@@ -47,26 +43,6 @@ class ActivationWatch:
     def see(self, site: str, x_BTD: torch.Tensor) -> None:
         for knot, where_BT, sample_N in self.buckets:
             self.statistics[site, knot].update(x_BTD[where_BT].float(), sample_N)
-
-    @contextmanager
-    def watching(self, model: Any) -> Iterator[None]:
-        """Hooks on every site of `model` for the length of the block."""
-
-        def hook(site: str) -> Any:
-            def see(module: nn.Module, args: tuple, kwargs: dict) -> None:
-                self.see(site, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
-
-            return see
-
-        handles = [
-            module.register_forward_pre_hook(hook(site), with_kwargs=True)
-            for site, module in site_modules(model).items()
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def position_table(watch: ActivationWatch, sites: list[str], bits: int) -> PositionTable:

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 from reflux.components import models, policy_table, progress, schemas
-from reflux.components.algorithms.low_bit import decoder_layers, site_modules
+from reflux.components.algorithms.low_bit import decoder_layers, site_modules, watching_sites
 from reflux.components.algorithms.rollouts import cache_argument
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.sequences import batched, padded
@@ -28,7 +28,7 @@ def run(config: ProfileKvConfig, *, traces: Artifact, profile: Writer) -> dict[s
 
     watch = ActivationWatch(config.sample_tokens, len(sequences), config.seed)
     norms = KNorms(len(decoder_layers(model)), max(map(len, sequences)))
-    with torch.no_grad(), watch.watching(model):
+    with torch.no_grad(), watching_sites(model, watch.see):
         for done, batch in enumerate(batched(sequences, config.batch_traces)):
             input_BT, mask_BT, position_BT = padded(batch, tokenizer.pad_token_id or 0)
             watch.begin(mask_BT)

@@ -1,0 +1,202 @@
+"""The delivered bundle: how a trained low-bit student is laid out in files, and how those files become a model again.
+
+    config.json, tokenizer…   the base model's own, with compressed-tensors' quantization_config model.safetensors
+    packed codes and scales of every decoder linear (compressed-tensors, pack-quantized); the rest as it was
+    quant_config.json         the whole quantiser: scheme, per linear and per activation site policy_table.bin
+    the position table (policy_table.py) runtime/                  these very modules, so that calibrate.py and
+    fallback.py need no installed reflux
+
+A bundle holds the *deployed* weights: they are on the grid and are never rounded again. Master weights ("latent") are
+refused here, since taking one for the other fails silently. Nothing in a bundle executes on load. Shapes: O outputs,
+I inputs, G groups, W packed words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from reflux.components import policy_table
+from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme, apply_scheme, decoder_layers
+from reflux.components.algorithms.quantizers import weight_codes, weight_values
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FORMAT = "reflux-bundle/1"
+WORD_BITS = 32
+
+
+def pack(codes_OI: torch.Tensor, bits: int) -> torch.Tensor:
+    """[O, W] int32, first code in the lowest bits, shifted by 2^(bits−1) to be unsigned: compressed-tensors'
+    pack_to_int32.
+    """
+    per_word = WORD_BITS // bits
+    rows, columns = codes_OI.shape
+    padding = -columns % per_word
+    unsigned_OI = nn.functional.pad(codes_OI.to(torch.int64) + 2 ** (bits - 1), (0, padding))
+    shifts = torch.arange(per_word) * bits
+    words_OW = (unsigned_OI.reshape(rows, -1, per_word) << shifts).sum(-1)
+    return torch.where(words_OW >= 2**31, words_OW - 2**32, words_OW).to(torch.int32)
+
+
+def unpack(words_OW: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """[O, I] int8 codes of `pack`."""
+    shifts = torch.arange(WORD_BITS // bits) * bits
+    unsigned = (words_OW.to(torch.int64)[..., None] >> shifts) & (2**bits - 1)
+    return (unsigned.reshape(len(words_OW), -1)[:, :columns] - 2 ** (bits - 1)).to(torch.int8)
+
+
+def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
+    """The tensors of model.safetensors for a model under `scheme`: decoder linears packed, everything else as it is.
+
+    `model` is the trained student (apply_scheme'd, with master weights); codes and scales are those of its own forward.
+    """
+    linears = {f"{name}.weight" for name in quantized_linears(model)} if scheme.weight_bits < FULL_PRECISION else set()
+    tied = model.config.tie_word_embeddings
+    state: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        if name.startswith("policy.") or (tied and name == "lm_head.weight"):
+            continue
+        if name not in linears:
+            state[name] = value.detach().clone()
+            continue
+        codes_OI, scale_OG = weight_codes(value.detach(), scheme.weight_bits, scheme.group_size)
+        stem = name.removesuffix(".weight")
+        state[f"{stem}.weight_packed"] = pack(codes_OI, scheme.weight_bits)
+        state[f"{stem}.weight_scale"] = scale_OG.to(torch.float16)
+        state[f"{stem}.weight_shape"] = torch.tensor(value.shape)
+    return state
+
+
+def quantized_linears(model: Any) -> list[str]:
+    """Names of the decoder's linear layers, low-bit or not yet."""
+    prefix = next(name for name, module in model.named_modules() if module is decoder_layers(model))
+    return [
+        f"{prefix}.{name}"
+        for name, module in decoder_layers(model).named_modules()
+        if getattr(module, "weight", None) is not None and module.weight.ndim == 2
+    ]
+
+
+def compressed_tensors_config(scheme: Scheme) -> dict[str, Any]:
+    """quantization_config of config.json: what compressed-tensors can say of the scheme, which is the weights."""
+    weights = {
+        "num_bits": scheme.weight_bits,
+        "type": "int",
+        "strategy": "group",
+        "group_size": scheme.group_size,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+def quant_config(model: Any, scheme: Scheme, thresholds: dict[str, float], fallback_share: float) -> dict[str, Any]:
+    """The content of quant_config.json. `thresholds`: site -> |x| above which a token counts as an outlier there."""
+    weights = {
+        name: {
+            "bits": scheme.weight_bits,
+            "group_size": scheme.group_size,
+            "zero_point": 0,
+            "scale": f"{name}.weight_scale",
+        }
+        for name in (quantized_linears(model) if scheme.weight_bits < FULL_PRECISION else [])
+    }
+    scales_SP2 = model.policy.scales() if model.policy is not None else None
+    sites = {
+        site: {"bits": scheme.activation_bits, "outlier_threshold": threshold}
+        | (
+            {}
+            if scales_SP2 is None
+            else {
+                "scale_main": scales_SP2[model.policy.index[site], :, 0].tolist(),
+                "scale_outlier": scales_SP2[model.policy.index[site], :, 1].tolist(),
+            }
+        )
+        for site, threshold in thresholds.items()
+    }
+    return {
+        "format": FORMAT,
+        "checkpoint": "deployed",
+        "scheme": asdict(scheme),
+        "scheme_sha256": scheme.digest(),
+        "position_knots": list(model.policy.knots) if model.policy is not None else [],
+        "fallback_outlier_share": fallback_share,
+        "weights": weights,
+        "activations": sites,
+    }
+
+
+def read_quant_config(folder: Path) -> dict[str, Any]:
+    """quant_config.json of a bundle. ValueError if the folder is no bundle, of another format, or not deployed
+    weights.
+    """
+    path = folder / "quant_config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder}: is no bundle, it has no quant_config.json")
+    config = json.loads(path.read_text())
+    if config.get("format") != FORMAT:
+        raise ValueError(f"{path}: format {config.get('format')!r}, this reflux reads {FORMAT}")
+    if config.get("checkpoint") != "deployed":
+        raise ValueError(
+            f"{path}: checkpoint {config.get('checkpoint')!r}, a bundle holds deployed weights, not latent ones"
+        )
+    return config
+
+
+def read_scheme(folder: Path) -> Scheme:
+    """How the bundle's model is quantised. ValueError if the scheme does not have the digest that is recorded with
+    it.
+    """
+    config = read_quant_config(folder)
+    scheme = Scheme(**config["scheme"])
+    if scheme.digest() != config["scheme_sha256"]:
+        raise ValueError(f"{folder}/quant_config.json: scheme_sha256 is not that of the scheme beside it")
+    return scheme
+
+
+def load_bundle(folder: Path) -> Any:
+    """The deployed model of a bundle, in eval mode: weights from the packed codes, activations rounded as in
+    training.
+    """
+    scheme = read_scheme(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # read here, not by transformers
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    missing = set(model.state_dict()) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        if (file.metadata() or {}).get("checkpoint") == "latent":
+            raise ValueError(f"{folder}/model.safetensors: holds latent master weights, not deployed ones")
+        state = dict(_dequantized(file, scheme))
+    if missing != state.keys():
+        raise ValueError(
+            f"{folder}/model.safetensors: does not fit config.json; differing: {sorted(missing ^ state.keys())[:3]}"
+        )
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    policy = policy_table.decode((folder / "policy_table.bin").read_bytes()) if scheme.needs_policy else None
+    on_the_grid = replace(scheme, weight_bits=FULL_PRECISION)
+    return apply_scheme(model, on_the_grid, policy).eval().requires_grad_(False)
+
+
+def _dequantized(file: Any, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
+        if name.endswith(".weight_packed"):
+            stem = name.removesuffix(".weight_packed")
+            columns = file.get_tensor(f"{stem}.weight_shape")[1].item()
+            codes_OI = unpack(file.get_tensor(name), scheme.weight_bits, columns)
+            yield f"{stem}.weight", weight_values(codes_OI, file.get_tensor(f"{stem}.weight_scale").float())
+        elif not name.endswith((".weight_scale", ".weight_shape")):
+            yield name, file.get_tensor(name)

@@ -1,0 +1,1 @@
+"""Scripts that travel in every bundle, next to runtime/. They are copied as they are."""

@@ -1,0 +1,68 @@
+"""The model card of a bundle: what a person who did not make it needs to know."""
+
+from __future__ import annotations
+
+from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme
+
+CARD = """---
+library_name: transformers
+tags: [reflux, quantized, distilled]
+---
+
+# {name}, {scheme_name}
+
+A low-bit student, distilled on its own rollouts by reflux and exported with the rounding it was trained through.
+
+| | |
+|---|---|
+| weights | {weights} |
+| activations | {activations} |
+| embedding, norms, lm_head | full precision, unchanged |
+| parents | {parents} |
+
+## Use
+
+    pip install -r requirements.txt python fallback.py "Why is the sky blue?"                # answers; too many
+    outliers in a prompt take the W4A16 path python calibrate.py queries.txt --report report.json     # perplexity,
+    latency and outliers on your own queries
+
+In Python, with `runtime/` on the path: `reflux.components.bundle.load_bundle(folder)` returns the model; pass it
+`position_ids`. Low-bit arithmetic is imitated in floating point: the results are those of the low-bit model, the
+speed is not.
+
+## Files
+
+| file | holds | |---|---| | model.safetensors | packed codes and scales of the decoder's linear layers, the rest as
+it was; deployed weights, not master weights | | quant_config.json | the whole quantiser: scheme, every linear, every
+activation site with its outlier threshold | | policy_table.bin | main and outlier scale by site and position; header
+with shape and sha256 | | runtime/ | the code that loads all this | | manifest.json | lineage: parents, digests,
+versions |
+
+## Limits
+
+Quality is in the run's report, beside the teacher and the undistilled baselines. The student knows what its base
+model knew; nothing was checked about its safety. Prompts far from the training prompts deserve a look at
+calibrate.py's outlier share first.
+"""
+
+
+def model_card(name: str, scheme: Scheme, channels: int, parents: dict[str, str]) -> str:
+    """Markdown; `channels` is the width at which activation bits are counted, `parents` are digests by name."""
+    weights, activations = "full precision", "full precision"
+    if scheme.weight_bits < FULL_PRECISION:
+        weights = (
+            f"{scheme.weight_bits} bits, symmetric, groups of {scheme.group_size}: "
+            f"{scheme.effective_bits():.2f} effective bits with scales"
+        )
+    if scheme.quantizes_activations:
+        activations = (
+            f"{scheme.activation_bits} bits, {scheme.activation}: {scheme.effective_bits_activation(channels):.2f} "
+            "effective bits with flags and scales"
+        )
+    return CARD.format(
+        name=name,
+        scheme_name=f"W{scheme.weight_bits}A{scheme.activation_bits}",
+        weights=weights,
+        activations=activations,
+        parents=", ".join(f"{parent} `{digest}`" for parent, digest in sorted(parents.items())),
+    )

@@ -1,0 +1,73 @@
+"""Write the files of a bundle from a trained student, the same rounding and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import reflux.components
+import reflux.kernels
+from reflux.components import policy_table
+from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme
+from reflux.components.bundle import compressed_tensors_config, deployed_state, quant_config
+from safetensors.torch import save_file
+
+RUNTIME = (
+    "components/__init__.py",
+    "components/bundle.py",
+    "components/outliers.py",
+    "components/policy_table.py",
+    "components/algorithms/__init__.py",
+    "components/algorithms/low_bit.py",
+    "components/algorithms/policies.py",
+    "components/algorithms/quantizers.py",
+    "kernels/__init__.py",
+    "kernels/dual_scale_quant/__init__.py",
+    "kernels/dual_scale_quant/reference.py",
+)
+"""What loading a bundle needs of reflux, copied as it is: one definition of the deployed forward, wherever it runs."""
+
+SCRIPTS = ("calibrate.py", "fallback.py")
+REQUIREMENTS = ("torch", "transformers", "safetensors")
+
+
+def write_bundle(
+    folder: Path,
+    student: Any,
+    tokenizer: Any,
+    scheme: Scheme,
+    *,
+    thresholds: dict[str, float],
+    fallback_share: float,
+    card: str,
+) -> None:
+    """Fill `folder` with a bundle of `student` (the trained forward, with master weights)."""
+    student.config.save_pretrained(folder)
+    if scheme.weight_bits < FULL_PRECISION:
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = compressed_tensors_config(scheme)
+        (folder / "config.json").write_text(_json(config))
+    tokenizer.save_pretrained(folder)
+    save_file(deployed_state(student, scheme), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "quant_config.json").write_text(_json(quant_config(student, scheme, thresholds, fallback_share)))
+    if student.policy is not None:
+        (folder / "policy_table.bin").write_bytes(policy_table.encode(student.policy))
+    (folder / "README.md").write_text(card)
+    (folder / "requirements.txt").write_text(
+        "".join(f"{name}=={version(name).partition('+')[0]}\n" for name in REQUIREMENTS)
+    )
+    for script in SCRIPTS:
+        shutil.copyfile(Path(__file__).parent / "bundle_files" / script, folder / script)
+    roots = {"components": reflux.components, "kernels": reflux.kernels}
+    for name in RUNTIME:
+        root, _, path = name.partition("/")
+        target = folder / "runtime" / "reflux" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(Path(roots[root].__path__[0]) / path, target)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"

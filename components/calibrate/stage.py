@@ -1,0 +1,135 @@
+"""Freeze the trained student into a bundle, and prove that the bundle is the model that was trained."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from reflux.components import models, policy_table, progress
+from reflux.components.algorithms.low_bit import (
+    FULL_PRECISION,
+    Scheme,
+    apply_scheme,
+    decoder_layers,
+    frozen_weights,
+    watching_sites,
+)
+from reflux.components.artifacts import Artifact, Writer
+from reflux.components.bundle import load_bundle, quantized_linears
+from reflux.components.sequences import padded
+from safetensors import safe_open
+
+from .card import model_card
+from .config import CalibrateConfig
+from .export import write_bundle
+
+
+def run(
+    config: CalibrateConfig, *, student: Artifact, profile: Artifact, traces: Artifact, bundle: Writer
+) -> dict[str, float]:
+    """Write the bundle's files; return how far its forward is from the trained one. ValueError if it is too far."""
+    base_path = bundle.source("student_uri")
+    tokenizer = models.load_tokenizer(base_path)
+    sequences = _check_sequences(traces, config.check_traces)
+    scheme = Scheme(**json.loads(student.file("scheme.json")))
+    with tempfile.TemporaryDirectory() as scratch:
+        model = _trained(student, base_path, scheme, Path(scratch))
+        folder = Path(scratch) / "bundle"
+        folder.mkdir()
+        with frozen_weights(model):
+            thresholds = (
+                _outlier_thresholds(model, sequences, config.outlier_quantile) if scheme.quantizes_activations else {}
+            )
+            trained_logprobs = _logprobs(model, sequences)
+        parents = {"student": student.digest, "profile": profile.digest, "traces": traces.digest}
+        write_bundle(
+            folder,
+            model,
+            tokenizer,
+            scheme,
+            thresholds=thresholds,
+            fallback_share=config.fallback_outlier_share,
+            card=model_card(base_path.stem, scheme, model.config.hidden_size, parents),
+        )
+        exported = load_bundle(folder)
+        _require_equal_weights(model, exported, scheme)
+        difference = max(
+            (ours - theirs).abs().max().item()
+            for ours, theirs in zip(trained_logprobs, _logprobs(exported, sequences), strict=True)
+        )
+        if difference > config.tolerance:
+            raise ValueError(
+                f"calibrate: the exported model differs from the trained one by {difference:.2g} nats, allowed is "
+                f"{config.tolerance:.2g} (calibrate.tolerance)"
+            )
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        for path in files:
+            bundle.write_file(path.relative_to(folder).as_posix(), path)
+        size = sum(path.stat().st_size for path in files)
+    return {"export_difference_nats": difference, "bundle_bytes": float(size), "checked_traces": float(len(sequences))}
+
+
+def _check_sequences(traces: Artifact, count: int) -> list[list[int]]:
+    columns = ["trace_id", "split", "prompt_token_ids", "response_token_ids"]
+    rows = [row for row in traces.table("traces", columns).to_pylist() if row["split"] == "train"]
+    rows = sorted(rows, key=lambda row: row["trace_id"])[:count]
+    return [row["prompt_token_ids"] + row["response_token_ids"] for row in rows]
+
+
+def _trained(student: Artifact, base_path: Path, scheme: Scheme, scratch: Path) -> Any:
+    """The forward that was trained: the base model with the student's master weights and table, under its scheme."""
+    policy = policy_table.decode(student.file("policy_table.bin")) if scheme.needs_policy else None
+    model = apply_scheme(models.load_model(base_path), scheme, policy)
+    file = scratch / "latent.safetensors"
+    student.download("latent.safetensors", file)
+    with safe_open(file, framework="pt") as latent:
+        if (latent.metadata() or {}).get("checkpoint") != "latent":
+            raise ValueError(
+                "student: latent.safetensors is not marked as master weights; refusing to quantise it again"
+            )
+        state = {name: latent.get_tensor(name) for name in latent.keys()}  # noqa: SIM118  no mapping
+    unknown = model.load_state_dict(state, strict=False).unexpected_keys
+    if unknown:
+        raise ValueError(f"student: {len(unknown)} weights do not belong to {base_path.name}, e.g. {unknown[0]}")
+    return model
+
+
+@torch.no_grad()
+def _logprobs(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Per sequence, [T] log-probabilities of its own next tokens."""
+    results = []
+    for done, ids in enumerate(sequences):
+        input_BT, mask_BT, position_BT = padded([ids], 0)
+        logits_TV = model(input_BT, attention_mask=mask_BT, position_ids=position_BT).logits[0, :-1].float()
+        results.append(logits_TV.log_softmax(-1).gather(-1, input_BT[0, 1:, None])[:, 0])
+        progress.report(done + 1, len(sequences), "traces")
+    return results
+
+
+@torch.no_grad()
+def _outlier_thresholds(model: Any, sequences: list[list[int]], quantile: float) -> dict[str, float]:
+    """Site -> quantile over tokens of the largest |x| that enters it."""
+    largest: dict[str, list[torch.Tensor]] = defaultdict(list)
+
+    def see(site: str, x_BTD: torch.Tensor) -> None:
+        largest[site].append(x_BTD.abs().amax(-1).flatten())
+
+    with watching_sites(model, see):
+        for ids in sequences:
+            input_BT, mask_BT, position_BT = padded([ids], 0)
+            model.model(input_BT, attention_mask=mask_BT, position_ids=position_BT)
+    return {site: torch.cat(parts).quantile(quantile).item() for site, parts in largest.items()}
+
+
+def _require_equal_weights(trained: Any, exported: Any, scheme: Scheme) -> None:
+    """Every decoder linear of the bundle equals the trained forward's rounded weight, to the last bit."""
+    if scheme.weight_bits == FULL_PRECISION:
+        return
+    assert len(decoder_layers(trained)) == len(decoder_layers(exported))
+    for name in quantized_linears(trained):
+        if not torch.equal(trained.get_submodule(name).rounded(), exported.get_submodule(name).weight):
+            raise ValueError(f"calibrate: the exported weight of {name} is not the one that was trained")
