@@ -18,7 +18,6 @@ from typing import Any
 
 import click
 
-WRONG_INPUT = 2
 GATE_FAILED = 3
 
 DATA_DIR = click.option(
@@ -39,6 +38,12 @@ CONFIG = click.option(
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="For machines.")
 
 
+class WrongInput(click.ClickException):
+    """The command or what it names is wrong."""
+
+    exit_code = 2
+
+
 class Commands(click.Group):
     """Turns the errors that modules raise for people into a message and an exit code; others keep their traceback."""
 
@@ -46,9 +51,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except (ValueError, OSError) as error:
-            failure = click.ClickException(str(error))
-            failure.exit_code = WRONG_INPUT
-            raise failure from error
+            raise WrongInput(str(error)) from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
