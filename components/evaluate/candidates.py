@@ -35,7 +35,7 @@ class Candidate:
 
 
 def candidates(
-    *, teacher: Path | None, student: Path, bundle: Path, scheme: Scheme, policy: PositionTable, dtype: str
+    *, teacher: Path | None, student: Path, bundle: Path, scheme: Scheme, policy: PositionTable
 ) -> list[Candidate]:
     """In the order of the table. `scheme` is the bundle's; `policy` is the table from before training.
 
@@ -49,20 +49,18 @@ def candidates(
             name=scheme_name(scheme),
             role=role,
             scheme=scheme,
-            load=lambda: apply_scheme(load_model(student, dtype), scheme, table),
+            load=lambda: apply_scheme(load_model(student), scheme, table),
         )
 
-    name = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
-    full = Candidate(name=name, role="full", scheme=UNQUANTISED, load=partial(load_model, student, dtype))
-    baselines = [
-        baseline("weights_only", replace(scheme, activation_bits=FULL_PRECISION)),
-        baseline("plain", replace(scheme, activation="plain")),
-    ]
+    full = Candidate(name="fp32", role="full", scheme=UNQUANTISED, load=partial(load_model, student))
+    baselines = [baseline("weights_only", replace(scheme, activation_bits=FULL_PRECISION))]
+    if scheme.quantizes_activations:
+        baselines.append(baseline("plain", replace(scheme, activation="plain")))
     others = [] if teacher is None else [teacher]
     return [
-        *(replace(full, name="teacher", role="teacher", load=partial(load_model, path, dtype)) for path in others),
+        *(replace(full, name="teacher", role="teacher", load=partial(load_model, path)) for path in others),
         full,
-        *(candidate for candidate in baselines if candidate.scheme != scheme),
+        *(candidate for candidate in baselines if candidate.scheme not in (scheme, UNQUANTISED)),
         baseline("undistilled", scheme),
         Candidate(
             name=f"w{scheme.weight_bits}a{scheme.activation_bits}_distilled",

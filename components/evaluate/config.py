@@ -35,8 +35,6 @@ class EvaluateConfig:
     """Longest answer, tokens."""
     latency_tokens: int = 100
     """Decoded tokens timed at batch 1 after 10 for warming up; 20 or more, so that a 95th percentile exists."""
-    dtype: str = "float32"
-    """Arithmetic of every model: float32 or bfloat16."""
     seed: int = 0
     """Of the bootstrap intervals; everything else is deterministic."""
 
@@ -62,8 +60,6 @@ class EvaluateConfig:
         for name, least in smallest.items():
             if getattr(self, name) < least:
                 raise ValueError(f"evaluate.{name} {getattr(self, name)}: must be at least {least}")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"evaluate.dtype {self.dtype!r}: allowed are float32 and bfloat16")
         for name, most in {"min_gap_closed_heldout": 1.0, "min_gap_closed_text": 1.0, "min_pmr": 1.0}.items():
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"evaluate.{name} {getattr(self, name)}: must be in [0, {most:g}], 0 for off")

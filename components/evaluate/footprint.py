@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from reflux.components.algorithms.low_bit import SITES, LowBitLinear, Scheme, decoder_layers
-from torch import nn
+from reflux.components.algorithms.low_bit import FULL_PRECISION, SITES, Scheme, decoder_layers
+from reflux.components.bundle import quantized_linears
 
 TABLE_VALUE_BYTES = 4
 """The policy table is float32."""
@@ -16,9 +16,10 @@ def deployed_bytes(model: Any, scheme: Scheme) -> int:
 
     A tied embedding counts once.
     """
-    low_bit = {id(m.weight) for m in model.modules() if isinstance(m, LowBitLinear)}
+    quantised = scheme.weight_bits < FULL_PRECISION
+    low_bit = {f"{name}.weight" for name in quantized_linears(model)} if quantised else set()
     bits = sum(
-        p.numel() * (scheme.effective_bits() if id(p) in low_bit else 8 * p.element_size())
+        p.numel() * (scheme.effective_bits() if name in low_bit else 8 * p.element_size())
         for name, p in model.named_parameters()  # without repeats
         if not name.startswith("policy.")
     )
@@ -33,6 +34,6 @@ def activation_bits(model: Any, scheme: Scheme) -> float:
     return sum(width * scheme.effective_bits_activation(width) for width in widths) / sum(widths)
 
 
-def _input_width(module: nn.Module) -> int:
+def _input_width(module: Any) -> int:
     """Channels that the first linear of a block, or a linear itself, receives."""
-    return next(m.weight.shape[1] for m in module.modules() if isinstance(m, nn.Linear | LowBitLinear))
+    return next(p.shape[1] for p in module.parameters() if p.ndim == 2)

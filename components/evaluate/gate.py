@@ -46,18 +46,16 @@ class Gate:
 
 def gaps_closed(rows: list[Row], seed: int) -> dict[str, GapClosed]:
     """Of the gap that quantisation opened, the share that distillation closed: on held-out answers and on the text."""
-    before, after, full = (by_role(rows, role) for role in ("undistilled", "distilled", "full"))
+    compared = [by_role(rows, role) for role in ("undistilled", "distilled", "full")]
+    tokens_U = np.array([trace.tokens for trace in compared[0].traces])
+    before_U, after_U, full_U = (np.array([trace.nll_nats for trace in row.traces]) for row in compared)
+    heldout = gap_closed_with_interval(before_U, after_U, full_U, tokens_U, seed=seed)
+
+    before_W, after_W, full_W = (np.array(row.text_nats) for row in compared)
+    tokens_W = np.full(len(full_W), compared[0].text_tokens / len(full_W))
     return {
-        "heldout": gap_closed_with_interval(
-            *(np.array([trace.nll_nats for trace in row.traces]) for row in (before, after, full)),
-            np.array([trace.tokens for trace in full.traces]),
-            seed=seed,
-        ),
-        "text": gap_closed_with_interval(
-            *(np.array(row.text_nats) for row in (before, after, full)),
-            np.full(len(full.text_nats), full.text_tokens / len(full.text_nats)),
-            seed=seed,
-        ),
+        "heldout": heldout,
+        "text": gap_closed_with_interval(before_W, after_W, full_W, tokens_W, seed=seed),
     }
 
 

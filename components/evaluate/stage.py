@@ -51,7 +51,6 @@ def run(
             bundle=folder,
             scheme=read_scheme(folder),
             policy=policy_table.decode(profile.file("policy_table.bin")),
-            dtype=config.dtype,
         )
         rows = compare(config, compared, tokenizer=tokenizer, text=text, heldout=heldout)
 

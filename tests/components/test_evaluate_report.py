@@ -222,7 +222,6 @@ def test_numbers_read_well(value: float | None, text: str):
     [
         ("windows", 0, "at least 1"),
         ("latency_tokens", 5, "at least 20"),
-        ("dtype", "float16", "float32 and bfloat16"),
         ("min_pmr", 1.5, r"\[0, 1\]"),
         ("max_perplexity_ratio", 0.5, "at least 1, or 0 for off"),
     ],
