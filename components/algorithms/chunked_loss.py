@@ -35,7 +35,7 @@ def chunked_loss(
     if torch.is_grad_enabled():
         return _Chunked.apply(head, token_loss, chunk_tokens, hidden_ND, *trained)
     parts = [token_loss(head(hidden_ND[rows]), rows).sum() for rows in _chunks(len(hidden_ND), chunk_tokens)]
-    return torch.stack(parts).sum() if parts else hidden_ND.new_zeros(())
+    return torch.stack(parts).sum() if parts else hidden_ND.new_zeros((), dtype=torch.float32)
 
 
 def _chunks(tokens: int, chunk_tokens: int) -> list[slice]:

@@ -36,7 +36,8 @@ def beta_jsd(student_NV: torch.Tensor, teacher_NV: torch.Tensor, beta: float) ->
     """
     if beta in (0.0, 1.0):
         return forward_kl(student_NV, teacher_NV) if beta == 0.0 else reverse_kl(student_NV, teacher_NV)
-    mixture_NV = torch.logaddexp(teacher_NV + math.log(beta), student_NV + math.log1p(-beta))
+    possible_NV = teacher_NV.clamp(min=torch.finfo(teacher_NV.dtype).min)  # logaddexp(-inf, -inf) has a NaN gradient
+    mixture_NV = torch.logaddexp(possible_NV + math.log(beta), student_NV + math.log1p(-beta))
     return beta * _expected(teacher_NV, teacher_NV, mixture_NV) + (1 - beta) * _expected(
         student_NV, student_NV, mixture_NV
     )
@@ -59,6 +60,6 @@ def bucketed(logprobs_NV: torch.Tensor, token_ids_NK: torch.Tensor) -> torch.Ten
 
 def _expected(weights_NV: torch.Tensor, left_NV: torch.Tensor, right_NV: torch.Tensor) -> torch.Tensor:
     """[N] sum of exp(weights) * (left − right); a bucket of probability zero adds nothing, whatever stands in it."""
-    empty_NV = weights_NV == -torch.inf
-    difference_NV = (left_NV - right_NV).masked_fill(empty_NV, 0.0)
-    return (weights_NV.exp() * difference_NV).sum(-1)
+    probability_NV = weights_NV.exp()
+    difference_NV = (left_NV - right_NV).masked_fill(probability_NV == 0, 0.0)
+    return (probability_NV * difference_NV).sum(-1)
