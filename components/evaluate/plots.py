@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ from .row import Row
 mpl.use("svg")
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 COLORS = {
     "teacher": "#6b7280",
@@ -44,14 +46,17 @@ STYLE = {
 }
 WIDTH_INCHES, HEIGHT_INCHES = 4.8, 3.1
 """About a phone's width at 72 dots per inch, so text stays readable there."""
+POINTS_PER_INCH = 72
+LABEL_POINTS = 10.0
+"""From one label to the next."""
 
 PHASE_SHADES = ("#f3f4f6", "#e0f2fe", "#ecfdf5", "#fef3c7")
 CURVES = {
-    "loss_nats": ("loss", "#111827"),
-    "kl_forward_nats": ("KL(T‖S)", "#059669"),
-    "kl_reverse_nats": ("KL(S‖T)", "#d97706"),
+    "loss_nats": ("loss", "#c4b5fd", 4.5),
+    "kl_forward_nats": ("KL(T‖S)", "#059669", 1.6),
+    "kl_reverse_nats": ("KL(S‖T)", "#d97706", 1.6),
 }
-"""Metric of the training table -> its label and colour."""
+"""Metric of the training table -> label, colour, width. The loss may be one of the divergences: a band behind it."""
 
 
 NAMES = {"heldout": "held-out\nanswers", "text": "evaluation\ntext"}
@@ -70,12 +75,13 @@ def training_curves(training: list[dict[str, Any]]) -> str:
                 phase, ((first + last) / 2, 1), (0, -4), xycoords=("data", "axes fraction"),
                 textcoords="offset points", ha="center", va="top", color="#6b7280", fontsize=8,
             )  # fmt: skip
-        for metric, (label, color) in CURVES.items():
+        for metric, (label, color, width) in CURVES.items():
             if points[metric]:
                 steps, values = zip(*points[metric], strict=True)
-                axes.plot(steps, values, color=color, label=label, marker="." if len(steps) < 10 else None)
+                marker = "." if len(steps) < 10 else None
+                axes.plot(steps, values, color=color, label=label, linewidth=width, marker=marker)
         axes.set_ylim(bottom=0, top=1.12 * axes.get_ylim()[1])  # room for the names of the phases
-        axes.legend(loc="upper right", bbox_to_anchor=(1, 0.93))
+        axes.legend(fontsize=8)
         return _svg(figure, "training")
 
 
@@ -94,25 +100,33 @@ def error_by_layer(rows: list[Row]) -> str:
 
 
 def perplexity_by_bits(rows: list[Row]) -> str:
-    """What a scheme costs in perplexity against what it costs in bits, both on logarithmic axes."""
+    """What a scheme costs in perplexity against what it costs in bits."""
+    bits = [row.effective_bits + row.effective_bits_activation for row in rows]
+    middle = (min(bits) * max(bits)) ** 0.5
+    perplexities = [row.perplexity for row in rows]
     with mpl.rc_context(STYLE):
         figure, axes = _axes("bits per weight + bits per activation", "perplexity of the text")
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        bits = [row.effective_bits + row.effective_bits_activation for row in rows]
-        middle = (min(bits) * max(bits)) ** 0.5
-        for row, x in zip(rows, bits, strict=True):
-            axes.scatter(x, row.perplexity, color=COLORS[row.role], s=36, zorder=3)
-            align, offset = ("left", (7, -3)) if x <= middle else ("right", (4, 7))
+        axes.set_xlim(min(bits) / 1.25, max(bits) * 1.25)
+        axes.xaxis.set_major_formatter("{x:g}")
+        if max(perplexities) > 3 * min(perplexities):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.scatter(bits, perplexities, color=[COLORS[row.role] for row in rows], s=36, zorder=3)
+        axes.margins(y=0.15)
+        axes.minorticks_off()
+        figure.draw_without_rendering()  # the layout decides how far apart labels are
+        taken: dict[str, float] = {"left": -math.inf, "right": -math.inf}
+        for row, x in sorted(zip(rows, bits, strict=True), key=lambda item: item[0].perplexity):
+            align, offset = ("left", (7.0, -3.0)) if x <= middle else ("right", (4.0, 7.0))
+            height = axes.transData.transform((x, row.perplexity))[1] / figure.dpi * POINTS_PER_INCH + offset[1]
+            shift = max(0.0, taken[align] + LABEL_POINTS - height)  # above the label below it
+            taken[align] = height + shift
             axes.annotate(
-                f"{row.scheme}  {row.perplexity:,.1f}", (x, row.perplexity), offset,
+                f"{row.scheme}  {row.perplexity:,.1f}", (x, row.perplexity), (offset[0], offset[1] + shift),
                 textcoords="offset points", ha=align, fontsize=8,
             )  # fmt: skip
-        axes.set_xlim(min(bits) / 1.25, max(bits) * 1.25)
-        axes.margins(y=0.15)
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.minorticks_off()
         return _svg(figure, "bits")
 
 

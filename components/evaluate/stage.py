@@ -56,7 +56,7 @@ def run(
 
     gaps = gaps_closed(rows, config.seed)
     parents = {"bundle": bundle.digest, "student": student.digest, "profile": profile.digest, "traces": traces.digest}
-    summary = summarize(config, rows, gaps, gates(config, rows, gaps), text, parents | sources)
+    summary = summarize(config, rows, gaps, gates(config, rows, gaps), text, parents, sources)
     prompts = heldout[: config.generations]
     page = report.render(summary, rows, prompts=prompts, training=student.table("training").to_pylist())
     _write(scores, rows, prompts, summary, page)

@@ -25,8 +25,9 @@ def summarize(
     gates: list[Gate],
     text: EvaluationText,
     parents: dict[str, str],
+    sources: dict[str, str],
 ) -> dict[str, Any]:
-    """JSON-ready. Numbers that could not be computed are null."""
+    """JSON-ready. `parents` and `sources` are digests by name. Numbers that could not be computed are null."""
     full = by_role(rows, "full")
     windows, window_tokens = text.window_WT.shape
     return {
@@ -44,6 +45,7 @@ def summarize(
         },
         "heldout": {"traces": len(full.traces), "tokens": full.heldout_tokens},
         "parents": parents,
+        "sources": sources,
         "config": asdict(config),
     }
 

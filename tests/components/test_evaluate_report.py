@@ -65,7 +65,7 @@ TRAINING = [
 
 def summary_of(rows: list[Row], config: EvaluateConfig = CONFIG) -> dict:
     gaps = gaps_closed(rows, config.seed)
-    return summarize(config, rows, gaps, gates(config, rows, gaps), TEXT, {"bundle": "sha256:" + "b" * 64})
+    return summarize(config, rows, gaps, gates(config, rows, gaps), TEXT, {"bundle": "sha256:" + "b" * 64}, {})
 
 
 def results(rows: list[Row], config: EvaluateConfig = CONFIG) -> dict[str, str]:
