@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.tree import Tree
 
+WIDTH = 200  # a tree is cut at the console's width, and a file or a narrow terminal should still get all of it
 SHOWN_DIGEST = 19  # characters of "sha256:…" that the tree shows; --json has all of them
 
 
@@ -92,7 +93,7 @@ def verify(text: str, *, expect: str = "", store: str = "", endpoint: str = "", 
 
 def show(chain: Chain) -> None:
     """The chain as a tree: what each artifact is, its sources, and under it what it was made from."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(width=WIDTH, soft_wrap=True, highlight=False)
     shown: set[str] = set()
     if chain.root in chain.artifacts:
         tree = Tree(_label("", chain.artifacts[chain.root]))
