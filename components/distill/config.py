@@ -114,8 +114,10 @@ class DistillConfig:
                 raise ValueError(f"distill.{name} {getattr(self, name)}: must be in [0, 1]")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"distill.ema_decay {self.ema_decay}: must be in [0, 1)")
-        for name in ("warmup_steps", "joint_steps", "finetune_steps", "max_steps", "rise_steps", "validation_traces"):
-            if getattr(self, name) < 0:
+        counts = ("warmup_steps", "joint_steps", "finetune_steps", "max_steps", "rise_steps", "joint_last_layers")
+        rates = ("warmup_policy_lr", "joint_policy_lr", "joint_student_lr", "finetune_policy_lr", "finetune_student_lr")
+        for name in (*counts, *rates, "validation_traces", "weight_decay"):
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"distill.{name} {getattr(self, name)}: must not be negative")
         if self.warmup_steps + self.joint_steps + self.finetune_steps < 1:
             raise ValueError("distill.warmup_steps, joint_steps, finetune_steps: at least one step in all is needed")

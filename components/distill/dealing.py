@@ -39,6 +39,11 @@ class Deck:
         self.generator.set_state(state["generator"])
 
 
+def own_rollouts(step: int, batch_sequences: int, share: float) -> int:
+    """How many of a step's sequences (from step 0) are rollouts; their sum over steps is never off by more than half."""
+    return round((step + 1) * batch_sequences * share) - round(step * batch_sequences * share)
+
+
 class RolloutBuffer:
     """The student's answers to training prompts, sampled through its deployed forward; `take` makes more when none
     are left.

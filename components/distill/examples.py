@@ -17,16 +17,9 @@ import torch
 from reflux.components import models
 from reflux.components.artifacts import Artifact
 
-COLUMNS = [
-    "trace_id",
-    "prompt_id",
-    "split",
-    "prompt_token_ids",
-    "response_token_ids",
-    "topk_token_ids",
-    "topk_logprobs",
-    "tail_logmass",
-]
+STORED = ["topk_token_ids", "topk_logprobs", "tail_logmass"]
+"""What the store must hold for every response token."""
+COLUMNS = ["trace_id", "split", "prompt_token_ids", "response_token_ids", *STORED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +45,12 @@ class Sequence:
         return len(self.token_ids) - self.first_scored
 
 
-def require_contract(metadata: dict[str, str], tokenizer: Any) -> None:
-    """ValueError if the traces' distributions were not made for this tokenizer and template, at temperature 1, over
-    top-k.
+def require_contract(metadata: dict[str, str], tokenizer: Any, teacher_digest: str) -> None:
+    """ValueError if the traces' distributions are not those of this teacher for this tokenizer and template, at
+    temperature 1, over top-k.
     """
     expected = {
+        "teacher_digest": teacher_digest,
         "trace_store": "topk",
         "scored_temperature": "1.0",
         "tokenizer": models.tokenizer_fingerprint(tokenizer),
@@ -64,9 +58,7 @@ def require_contract(metadata: dict[str, str], tokenizer: Any) -> None:
     }
     for field, value in expected.items():
         if metadata.get(field) != value:
-            raise ValueError(
-                f"traces: {field} is {metadata.get(field)!r}, this student needs {value!r}; collect them again"
-            )
+            raise ValueError(f"traces: {field} is {metadata.get(field)!r}, distill needs {value!r}; collect them again")
 
 
 def training_examples(traces: Artifact, max_tokens: int) -> dict[str, Sequence]:
@@ -78,10 +70,10 @@ def training_examples(traces: Artifact, max_tokens: int) -> dict[str, Sequence]:
     for row in range(table.num_rows):
         values = {name: table[name][row] for name in COLUMNS}
         prompt, response = values["prompt_token_ids"].as_py(), values["response_token_ids"].as_py()
-        sparse = _sparse(values)
-        if len(sparse.token_ids_TK) != len(response):
+        if any(len(values[name].values) != len(response) for name in STORED):
             uncovered.append(values["trace_id"].as_py())
             continue
+        sparse = _sparse(values)
         kept = max(0, min(len(response), max_tokens - len(prompt)))
         if kept:
             teacher = SparseTeacher(token_ids_TK=sparse.token_ids_TK[:kept], logprobs_TB=sparse.logprobs_TB[:kept])

@@ -34,7 +34,7 @@ def run(
     """Write the trained master weights, the learned table and the history of training; return its summary."""
     student_path = student.source("student_uri")
     tokenizer = models.load_tokenizer(student_path)
-    require_contract(traces.schema_metadata("traces"), tokenizer)
+    require_contract(traces.schema_metadata("traces"), tokenizer, student.source_digest("teacher"))
     examples, validation = _split(training_examples(traces, config.max_sequence_tokens), config.validation_traces)
 
     scheme = scheme_of(config)
@@ -43,8 +43,8 @@ def run(
     loss = DistillationLoss(
         model, models.load_model(student.source("teacher")), tokenizer, config.objective, config.beta
     )
-    phases = capped(_phases(config, has_policy=policy is not None), config.max_steps)
-    trainer = _trainer(config, phases, model, tokenizer, loss, examples, _hard(labels))
+    phases = capped(schedule(config, has_policy=policy is not None), config.max_steps)
+    trainer = make_trainer(config, phases, model, tokenizer, loss, examples, _hard(labels))
     before = _validation_loss(loss, model, validation, config)
     _train(trainer, phases, student, config)
 
@@ -70,7 +70,8 @@ def scheme_of(config: DistillConfig) -> Scheme:
     )
 
 
-def _phases(config: DistillConfig, *, has_policy: bool) -> list[Phase]:
+def schedule(config: DistillConfig, *, has_policy: bool) -> list[Phase]:
+    """The phases as configured, before any cap. ValueError if there is a step in which nothing would move."""
     warmup = Phase(
         name="warmup",
         steps=config.warmup_steps if has_policy else 0,  # without a table there is nothing to warm up
@@ -95,7 +96,16 @@ def _phases(config: DistillConfig, *, has_policy: bool) -> list[Phase]:
         policy_every=config.finetune_policy_every,
         last_layers=-1,
     )
-    return [warmup, joint, finetune]
+    phases = [warmup, joint, finetune]
+    if not any(phase.steps for phase in phases):
+        raise ValueError(
+            "distill.warmup_steps: without a position table there is no warm-up, and no other step is asked"
+        )
+    for phase in (phase for phase in phases if phase.steps):
+        weights_move = phase.student_lr > 0 and phase.last_layers != 0
+        if not weights_move and not (has_policy and phase.policy_lr > 0 and phase.policy_every == 1):
+            raise ValueError(f"distill: in some steps of the {phase.name} phase neither weights nor table would move")
+    return phases
 
 
 def _split(examples: dict[str, Sequence], kept_back: int) -> tuple[dict[str, Sequence], list[Sequence]]:
@@ -110,7 +120,7 @@ def _hard(labels: Artifact) -> set[str]:
     return {row["trace_id"] for row in labels.table("hard_samples", ["trace_id", "hard"]).to_pylist() if row["hard"]}
 
 
-def _trainer(
+def make_trainer(
     config: DistillConfig,
     phases: list[Phase],
     model: Any,
@@ -119,6 +129,7 @@ def _trainer(
     examples: dict[str, Sequence],
     hard: set[str],
 ) -> Trainer:
+    """At step 0. `examples` are dealt by trace id, those in `hard` more often."""
     names = [name for name in examples for _ in range(config.hard_weight if name in hard else 1)]
     prompts = {name: example.token_ids[: example.first_scored] for name, example in examples.items()}
     sampling = Sampling(

@@ -17,7 +17,7 @@ from reflux.components.algorithms.schedules import Phase, phase_at, rate
 from reflux.components.progress import MetricPoint
 
 from .config import DistillConfig
-from .dealing import Deck, RolloutBuffer
+from .dealing import Deck, RolloutBuffer, own_rollouts
 from .examples import Sequence
 from .objective import DistillationLoss, Observed
 
@@ -56,7 +56,7 @@ class Trainer:
         return {**self.policy, **self.weights}
 
     def advance(self) -> None:
-        """One optimizer step. FloatingPointError if the loss is not finite; ValueError if the table has saturated."""
+        """One optimizer step. FloatingPointError if loss or gradient is not finite; ValueError if the table saturated."""
         begin = time.monotonic()
         phase, step_in_phase = phase_at(self.phases, self.step)
         self._prepare(phase, step_in_phase)
@@ -73,6 +73,8 @@ class Trainer:
             raise FloatingPointError(f"distill: the loss of step {self.step + 1} is {loss_sum / tokens} nats a token")
         moved = [p for p in self.trained().values() if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(moved, self.config.gradient_clip).item()
+        if not norm < float("inf"):
+            raise FloatingPointError(f"distill: the gradient of step {self.step + 1} has norm {norm}")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.policy:
@@ -107,12 +109,12 @@ class Trainer:
     def _sequences(self) -> list[Sequence]:
         """The step's sequences: rollouts and traces in the asked proportion, over the steps exactly."""
         config = self.config
-        share, size = config.on_policy_fraction, config.batch_sequences
-        own = round((self.step + 1) * size * share) - round(self.step * size * share)
+        own = own_rollouts(self.step, config.batch_sequences, config.on_policy_fraction)
         taken = self.rollouts.take(
             own, batch=config.rollout_batch, score_prompts=config.score_prompts, max_tokens=config.max_sequence_tokens
         )
-        return sorted([*taken, *(self.traces[name] for name in self.deck.deal(size - own))], key=_length)
+        dealt = [self.traces[name] for name in self.deck.deal(config.batch_sequences - own)]
+        return sorted([*taken, *dealt], key=_length)
 
     def state(self) -> dict[str, Any]:
         """Everything that moves, in types that torch.load reads with weights_only=True."""
