@@ -40,7 +40,7 @@ class Deck:
 
 
 def own_rollouts(step: int, batch_sequences: int, share: float) -> int:
-    """How many of a step's sequences (from step 0) are rollouts; their sum over steps is never off by more than half."""
+    """How many of a step's sequences are rollouts, from step 0; their sum is never off by more than half a one."""
     return round((step + 1) * batch_sequences * share) - round(step * batch_sequences * share)
 
 

@@ -56,7 +56,7 @@ class Trainer:
         return {**self.policy, **self.weights}
 
     def advance(self) -> None:
-        """One optimizer step. FloatingPointError if loss or gradient is not finite; ValueError if the table saturated."""
+        """One optimizer step. FloatingPointError: loss or gradient not finite; ValueError: the table has saturated."""
         begin = time.monotonic()
         phase, step_in_phase = phase_at(self.phases, self.step)
         self._prepare(phase, step_in_phase)
