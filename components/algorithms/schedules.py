@@ -8,6 +8,7 @@ passes through all phases.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 PHASES = ("warmup", "joint", "finetune")
 
@@ -27,20 +28,28 @@ class Phase:
 
 
 def capped(phases: list[Phase], max_steps: int) -> list[Phase]:
-    """The phases shortened in proportion to `max_steps` in all; 0 leaves them as they are."""
+    """The phases shortened in proportion to `max_steps` in all, each to one step at least while there are enough; 0
+    leaves them as they are.
+    """
     total = sum(phase.steps for phase in phases)
     if not max_steps or max_steps >= total:
         return phases
     ends = [round(sum(p.steps for p in phases[: i + 1]) * max_steps / total) for i in range(len(phases))]
-    return [replace(phase, steps=end - start) for phase, start, end in zip(phases, [0, *ends], ends, strict=False)]
+    steps = [end - start for start, end in pairwise([0, *ends])]
+    for i, phase in enumerate(phases):
+        if phase.steps and not steps[i] and max(steps) > 1:
+            steps[steps.index(max(steps))] -= 1
+            steps[i] = 1
+    return [replace(phase, steps=n) for phase, n in zip(phases, steps, strict=True)]
 
 
 def phase_at(phases: list[Phase], step: int) -> tuple[Phase, int]:
     """The phase of optimizer step `step` (from 0) and the step within it."""
+    within = step
     for phase in phases:
-        if step < phase.steps:
-            return phase, step
-        step -= phase.steps
+        if within < phase.steps:
+            return phase, within
+        within -= phase.steps
     raise ValueError(f"step {step} lies beyond the schedule")
 
 
