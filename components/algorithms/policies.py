@@ -35,6 +35,11 @@ class PositionTable(nn.Module):
                 f"policy table {tuple(scales_SP2.shape)}: {len(sites)} sites and {len(knots)} knots need "
                 f"{(len(sites), len(knots), 2)}"
             )
+        if any(a >= b for a, b in pairwise((-1, *knots))):
+            raise ValueError(f"policy knots {knots}: must be positions from 0 on that rise")
+        twice = [site for site in sites if sites.count(site) > 1]
+        if twice:
+            raise ValueError(f"policy site {twice[0]!r} is named twice")
         self.sites, self.knots = list(sites), tuple(knots)
         self.index = {site: i for i, site in enumerate(sites)}
         self.log_main_SP = nn.Parameter(scales_SP2[..., 0].float().log())
