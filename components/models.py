@@ -1,22 +1,19 @@
 """Load teacher and student, and say whether the two can be compared.
 
-A model path is a folder in Hugging Face layout or a single GGUF file. A GGUF file is converted once into a
-safetensors folder in a local cache (REFLUX_CACHE, default ~/.cache/reflux), because dequantising it takes about as
-long as a training step. The vocabulary is the tokenizer's: models of one tokenizer may pad their embedding to
-different sizes, and those rows mean nothing.
+A model path is a folder in Hugging Face layout or a single GGUF file, which gguf_cache turns into such folders. The
+vocabulary is the tokenizer's: models of one tokenizer may pad their embedding to different sizes, and those rows mean
+nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from reflux.components import gguf_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -27,9 +24,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a model folder or GGUF file. ValueError if there is none that can be used for chat."""
-    folder, options = _location(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = AutoTokenizer.from_pretrained(_description(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"model {path}: no usable tokenizer ({error})") from error
     if tokenizer.eos_token_id is None:
@@ -43,8 +39,8 @@ def load_model(path: Path, dtype: str = "float32") -> Any:
     """A causal language model in eval mode, without gradients. ValueError names the path and the cause."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: allowed are {sorted(DTYPES)}")
-    folder = _converted(path) if path.suffix == ".gguf" else path
     try:
+        folder = gguf_cache.converted(path) if path.suffix == ".gguf" else path
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"model {path}: cannot be loaded ({error})") from error
@@ -53,8 +49,7 @@ def load_model(path: Path, dtype: str = "float32") -> Any:
 
 def context_length(path: Path) -> int:
     """Tokens that the model can attend to, prompt and answer together."""
-    folder, options = _location(path)
-    return int(AutoConfig.from_pretrained(folder, **options).max_position_embeddings)
+    return int(AutoConfig.from_pretrained(_description(path), local_files_only=True).max_position_embeddings)
 
 
 def chat_token_ids(tokenizer: Any, prompt: str) -> list[int]:
@@ -93,37 +88,9 @@ def require_same_tokenizer(teacher: Any, student: Any) -> None:
         )
 
 
-def _location(path: Path) -> tuple[str, dict[str, Any]]:
-    if path.suffix == ".gguf":
-        return str(path.parent), {"gguf_file": path.name}
-    return str(path), {"local_files_only": True}
-
-
-def _converted(gguf: Path) -> Path:
-    """The safetensors folder made from a GGUF file, written once and moved into place whole."""
-    with gguf.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    cache = Path(os.environ.get("REFLUX_CACHE", Path.home() / ".cache" / "reflux")) / "models"
-    folder = cache / digest[:32]
-    if folder.exists():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    model.is_quantized, model.hf_quantizer = (
-        False,
-        None,
-    )  # the weights are plain tensors now; the flag would refuse training
-    del model.config.quantization_config
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache))
-    try:
-        model.save_pretrained(partial)
-        os.replace(partial, folder)
-    except OSError:
-        if not folder.exists():  # another process may have finished first: its folder is as good
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return folder
+def _description(path: Path) -> Path:
+    """The folder that holds a model's configuration and tokenizer."""
+    return gguf_cache.described(path) if path.suffix == ".gguf" else path
 
 
 def _sha256(value: Any) -> str:

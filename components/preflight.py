@@ -29,7 +29,8 @@ def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None 
     collect, distill, evaluate = (configs[stage] for stage in ("collect_traces", "distill", "evaluate"))
     teacher, student = paths[collect.teacher], paths[distill.student_uri]
     tokenizer = _same_tokenizer(teacher, student)
-    _require_context(configs, models.context_length(teacher), models.context_length(student))
+    context = models.context_length(teacher)
+    _require_context(configs, context, models.context_length(student))
     if collect.top_k > len(tokenizer):
         raise ValueError(f"collect_traces.top_k {collect.top_k}: the teacher's vocabulary has {len(tokenizer)} tokens")
     prompts, rejected = load_prompts(
@@ -37,7 +38,7 @@ def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None 
         tokenizer,
         heldout_fraction=collect.heldout_fraction,
         max_prompt_tokens=collect.max_prompt_tokens,
-        max_total_tokens=models.context_length(teacher) - collect.max_new_tokens,
+        max_total_tokens=context - collect.max_new_tokens,
     )
     evaluation_text(
         paths[evaluate.eval_text_uri] if evaluate.eval_text_uri else None,
