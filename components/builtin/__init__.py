@@ -1,0 +1,1 @@
+"""What ships with reflux and is named builtin:FILE; a package, so that the wheel has it."""
