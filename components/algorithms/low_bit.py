@@ -21,6 +21,7 @@ from torch import nn
 from .policies import PositionTable
 from .quantizers import (
     QUANTIZERS,
+    check_group_size,
     effective_activation_bits,
     effective_weight_bits,
     fake_quantize_weight,
@@ -117,20 +118,25 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
     """Quantise `model` in place and return it. The policy becomes `model.policy`, so that its parameters travel with
     the model.
 
-    ValueError if the scheme needs a policy and has none, or the policy does not know a site of the model.
+    ValueError, and an unchanged model, if the scheme needs a policy and has none, the policy does not know a site of
+    the model, or a layer does not divide into groups.
     """
+    layers = decoder_layers(model)
+    linears = {name: m for name, m in layers.named_modules() if isinstance(m, nn.Linear)}
     if scheme.needs_policy and policy is None:
         raise ValueError("activation 'dual' needs a policy table: take the one that profile_kv wrote")
+    unknown = [site for site in site_modules(model) if policy is not None and site not in policy.index]
+    if scheme.quantizes_activations and unknown:
+        raise ValueError(f"policy table has no site {unknown[0]!r}: it was made for another model")
     if scheme.weight_bits < FULL_PRECISION:
-        for layer in decoder_layers(model):
-            for name, linear in [(n, m) for n, m in layer.named_modules() if isinstance(m, nn.Linear)]:
-                layer.set_submodule(name, LowBitLinear(linear, scheme.weight_bits, scheme.group_size))
+        for linear in linears.values():
+            check_group_size(scheme.group_size, linear.in_features)
+        for name, linear in linears.items():
+            layers.set_submodule(name, LowBitLinear(linear, scheme.weight_bits, scheme.group_size))
     model.policy, model.rounds_activations = policy, True
     if scheme.quantizes_activations:
         model.model.register_forward_pre_hook(_remember_positions, with_kwargs=True)
         for site, module in site_modules(model).items():
-            if policy is not None and site not in policy.index:
-                raise ValueError(f"policy table has no site {site!r}: it was made for another model")
             module.register_forward_pre_hook(_Rounding(model, scheme, site), with_kwargs=True)
     return model
 
@@ -192,11 +198,11 @@ def _remember_positions(decoder: Any, args: tuple, kwargs: dict) -> None:
 @contextmanager
 def full_precision_activations(model: Any) -> Iterator[None]:
     """Within the block activations are not rounded: the W4A16 path of the same weights."""
-    model.rounds_activations = False
+    before, model.rounds_activations = model.rounds_activations, False
     try:
         yield
     finally:
-        model.rounds_activations = True
+        model.rounds_activations = before
 
 
 @contextmanager

@@ -17,13 +17,18 @@ SCALE_BITS = 16  # scales are stored as float16
 SMALLEST_SCALE = 2.0**-14  # the smallest normal float16: a group of zeros keeps a usable scale
 
 
+def check_group_size(group_size: int, columns: int) -> None:
+    """ValueError if groups of that size do not fill the `columns` input channels of a layer."""
+    if columns % group_size:
+        raise ValueError(f"group_size {group_size}: must divide the {columns} input channels of every layer")
+
+
 def weight_codes(weight_OI: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int8 [O, I] in [−2^(b−1), 2^(b−1) − 1] and scales [O, G] (float16 values). ValueError if the group does
     not divide I.
     """
     rows, columns = weight_OI.shape
-    if columns % group_size:
-        raise ValueError(f"group_size {group_size}: must divide the {columns} input channels of every layer")
+    check_group_size(group_size, columns)
     grouped_OGS = weight_OI.reshape(rows, columns // group_size, group_size)
     half_steps = 2**bits - 1  # the grid is one code longer below zero, so its half width is (2^b − 1) / 2 steps
     scale_OG = grouped_OGS.abs().amax(-1) * 2 / half_steps

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from reflux.components.algorithms.schedules import PHASES, Phase, capped, phase_at, rate
 
@@ -47,7 +49,7 @@ def test_the_rate_rises_to_one_and_falls_to_its_share():
     rates = [rate(step, 50, 5, 0.1) for step in range(50)]
     assert rates[:6] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1])
     assert rates[-1] == pytest.approx(0.1)
-    falls = [a - b for a, b in zip(rates[5:], rates[6:], strict=False)]
+    falls = [a - b for a, b in pairwise(rates[5:])]
     assert falls == pytest.approx([0.9 / 44] * 44)
 
 

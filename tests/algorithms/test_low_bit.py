@@ -1,0 +1,279 @@
+"""The low-bit forward on the tiny model against the same model with its weights and activations rounded by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reflux.components.algorithms.low_bit import (
+    SITES,
+    LowBitLinear,
+    Scheme,
+    apply_scheme,
+    decoder_layers,
+    frozen_weights,
+    full_precision_activations,
+    site_modules,
+    watching_sites,
+)
+from reflux.components.algorithms.policies import KNOTS, PositionTable
+from reflux.components.algorithms.quantizers import plain, weight_codes, weight_values
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+WEIGHTS_ONLY = Scheme(activation_bits=16, group_size=32)
+
+
+@pytest.fixture
+def model(tiny_model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+def table(model: Any, scale: float = 0.2) -> PositionTable:
+    """Scales that differ by site and by position."""
+    sites = list(site_modules(model))
+    scales = torch.rand(len(sites), len(KNOTS), 2, generator=torch.Generator().manual_seed(0)) * scale + scale
+    return PositionTable(sites, scales)
+
+
+def batch(rows: int = 2, tokens: int = 9) -> dict[str, torch.Tensor]:
+    input_BT = torch.randint(3, 259, (rows, tokens), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": input_BT, "position_ids": torch.arange(tokens).expand(rows, tokens)}
+
+
+@contextmanager
+def rounding_inputs(model: Any, rounding: Any) -> Iterator[None]:
+    """Each site's input goes through `rounding(site, x)`: the scheme's activations, written a second time."""
+
+    def hook(site: str) -> Any:
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            if "hidden_states" in kwargs:
+                return args, {**kwargs, "hidden_states": rounding(site, kwargs["hidden_states"])}
+            return (rounding(site, args[0]), *args[1:]), kwargs
+
+        return before
+
+    handles = [
+        module.register_forward_pre_hook(hook(site), with_kwargs=True) for site, module in site_modules(model).items()
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def test_digest_tells_schemes_apart_and_nothing_else():
+    assert Scheme().digest() == Scheme(weight_bits=4, group_size=64, activation_bits=4, activation="dual").digest()
+    different = [Scheme(), Scheme(weight_bits=3), Scheme(group_size=32), Scheme(activation_bits=8)]
+    assert len({scheme.digest() for scheme in [*different, Scheme(activation="plain")]}) == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("weight_bits", 1), ("weight_bits", 9), ("activation_bits", 32), ("group_size", 0), ("activation", "triple")],
+)
+def test_an_impossible_scheme_is_refused_by_name(field: str, value: object):
+    with pytest.raises(ValueError, match=f"{field} {value!r}"):
+        Scheme(**{field: value})
+
+
+def test_bits_of_a_scheme():
+    assert Scheme().effective_bits() == 4.25
+    assert Scheme(weight_bits=16).effective_bits() == 32.0
+    assert Scheme().effective_bits_activation(64) == 5.25
+    assert Scheme(activation="plain").effective_bits_activation(64) == 4.25
+    assert Scheme(activation_bits=16).effective_bits_activation(64) == 32.0
+
+
+@torch.no_grad()
+def test_weights_alone_equal_weights_rounded_by_hand(model: Any, tiny_model: Path):
+    by_hand = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    rounded = 0
+    for layer in by_hand.model.layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.copy_(weight_values(*weight_codes(module.weight, 4, 32)))
+                rounded += 1
+    assert rounded == 2 * 7
+    before = model(**batch()).logits
+    apply_scheme(model, WEIGHTS_ONLY)
+    assert sum(isinstance(m, LowBitLinear) for m in model.modules()) == rounded
+    assert torch.equal(model(**batch()).logits, by_hand(**batch()).logits)
+    assert not torch.allclose(model(**batch()).logits, before, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_scheme_that_rounds_nothing_changes_nothing(model: Any):
+    before = model(**batch()).logits
+    apply_scheme(model, Scheme(weight_bits=16, activation_bits=16))
+    assert torch.equal(model(**batch()).logits, before)
+
+
+@torch.no_grad()
+def test_embedding_norms_and_head_stay_as_they_are(model: Any):
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    apply_scheme(model, WEIGHTS_ONLY)
+    assert model.get_output_embeddings() is head
+    assert model.get_input_embeddings() is embedding
+    assert not isinstance(head, LowBitLinear)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("activation", ["plain", "dual"])
+def test_activations_are_rounded_at_the_four_sites_by_the_scale_of_their_position(model: Any, activation: str):
+    policy = table(model)
+    inputs = batch()
+
+    def rounding(site: str, x_BTD: torch.Tensor) -> torch.Tensor:
+        if activation == "plain":
+            return plain(x_BTD, None, 4)
+        rounded_BTD = torch.empty_like(x_BTD)
+        for t in range(x_BTD.shape[1]):  # one token at a time: no grid sees another position
+            main = policy.main_scale(site, torch.tensor([[t]])).item()
+            for b in range(len(x_BTD)):
+                codes = torch.arange(-7, 8)
+                points_P = torch.cat([codes * main, codes * max(x_BTD[b, t].abs().max().item() / 7, main)])
+                rounded_BTD[b, t] = points_P[(x_BTD[b, t, :, None] - points_P).abs().argmin(-1)]
+        return rounded_BTD
+
+    with rounding_inputs(model, rounding):
+        expected = model(**inputs).logits
+    scheme = Scheme(weight_bits=16, activation=activation)
+    apply_scheme(model, scheme, policy if activation == "dual" else None)
+    torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_position_ids_are_required_and_matter(model: Any):
+    apply_scheme(model, Scheme(group_size=32), table(model))
+    inputs = batch()
+    with pytest.raises(ValueError, match="needs position_ids"):
+        model.model(inputs["input_ids"])
+    one_row = model(input_ids=inputs["input_ids"], position_ids=torch.arange(9)[None]).logits
+    assert torch.equal(one_row, model(**inputs).logits)  # one row of positions serves all sequences
+    later = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"] + 64).logits
+    # rotary embeddings see only differences: what changes is the scales
+    assert not torch.allclose(later, one_row, atol=1e-3)
+
+
+@torch.no_grad()
+def test_left_padding_with_explicit_positions_changes_nothing(model: Any):
+    apply_scheme(model, Scheme(group_size=32), table(model))
+    rows = [list(range(20, 29)), list(range(40, 44)), [7]]
+    longest = max(map(len, rows))
+    input_BT = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask_BT = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    position_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
+    together = model(input_ids=input_BT, attention_mask=mask_BT, position_ids=position_BT).logits
+    for b, row in enumerate(rows):
+        alone = model(input_ids=torch.tensor([row]), position_ids=torch.arange(len(row))[None]).logits[0]
+        # the sums run in another order, and a value beside the middle of two codes may cross it
+        difference_TP = (together[b, longest - len(row) :] - alone).abs()
+        assert difference_TP.mean() < 1e-3 * alone.abs().mean()
+        assert torch.equal(together[b, -1].argmax(), alone[-1].argmax())
+
+
+@torch.no_grad()
+def test_a_cached_token_equals_the_whole_sequence(model: Any):
+    apply_scheme(model, Scheme(group_size=32), table(model))
+    inputs = batch(rows=1)
+    whole = model(**inputs).logits
+    first = model(input_ids=inputs["input_ids"][:, :6], position_ids=torch.arange(6)[None], use_cache=True)
+    rest = model(
+        input_ids=inputs["input_ids"][:, 6:],
+        position_ids=torch.arange(6, 9)[None],
+        past_key_values=first.past_key_values,
+    )
+    assert (rest.logits - whole[:, 6:]).abs().mean() < 1e-3 * whole.abs().mean()
+
+
+@torch.no_grad()
+def test_frozen_weights_give_equal_outputs_and_are_released(model: Any):
+    apply_scheme(model, Scheme(group_size=32), table(model))
+    expected = model(**batch()).logits
+    with frozen_weights(model):
+        assert torch.equal(model(**batch()).logits, expected)
+        for parameter in decoder_layers(model).parameters():
+            parameter.mul_(2.0) if parameter.ndim == 2 else None
+        assert torch.equal(model(**batch()).logits, expected)
+    assert not torch.allclose(model(**batch()).logits, expected)  # a later step is seen again
+    with pytest.raises(KeyError), frozen_weights(model):
+        raise KeyError
+    assert all(m.frozen_OI is None for m in model.modules() if isinstance(m, LowBitLinear))
+
+
+@torch.no_grad()
+def test_full_precision_activations_leave_the_weights_alone_rounded(model: Any, tiny_model: Path):
+    weights_only = apply_scheme(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), WEIGHTS_ONLY)
+    apply_scheme(model, Scheme(group_size=32), table(model))
+    rounded = model(**batch()).logits
+    with full_precision_activations(model):
+        assert torch.equal(model(**batch()).logits, weights_only.eval()(**batch()).logits)
+        with full_precision_activations(model):
+            pass
+        assert torch.equal(model(**batch()).logits, weights_only(**batch()).logits)
+    assert torch.equal(model(**batch()).logits, rounded)
+
+
+@torch.no_grad()
+def test_watching_sees_every_site_before_rounding(model: Any, tiny_model: Path):
+    original = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    apply_scheme(model, Scheme(weight_bits=16), table(model, scale=1.0))  # coarse: rounding would show
+    seen: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
+    with watching_sites(model, lambda site, x: seen.update({site: x.clone()})):
+        model(**batch())
+    with watching_sites(original, lambda site, x: expected.update({site: x.clone()})):
+        original(**batch())
+    assert list(seen) == [f"layers.{i}.{name}" for i in range(2) for name in ("attn_in", "o_in", "mlp_in", "down_in")]
+    assert {name.split(".")[-1] for name in seen} == set(SITES)
+    # the first site's input is made of embeddings alone; the rounding that follows it has not touched it
+    assert torch.equal(seen["layers.0.attn_in"], expected["layers.0.attn_in"])
+    assert seen["layers.0.down_in"].shape == (2, 9, 128)
+    seen.clear()
+    model(**batch())
+    assert not seen
+
+
+def test_gradients_reach_master_weights_and_the_table(model: Any):
+    apply_scheme(model, Scheme(group_size=32), table(model))
+    model(**batch()).logits.pow(2).mean().backward()
+    for name, parameter in decoder_layers(model).named_parameters():
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+    touched_SP = model.policy.log_main_SP.grad != 0
+    assert touched_SP[:, :5].all()  # positions 0 to 8 lie among the first five knots
+    assert not touched_SP[:, 5:].any()
+
+
+def test_the_table_travels_with_the_model(model: Any):
+    policy = table(model)
+    apply_scheme(model, Scheme(group_size=32), policy)
+    assert model.policy is policy
+    assert "policy.log_main_SP" in model.state_dict()
+
+
+def test_a_missing_or_foreign_table_is_refused_before_anything_changes(model: Any):
+    linears = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match="needs a policy table"):
+        apply_scheme(model, Scheme(group_size=32))
+    foreign = PositionTable(["layers.0.attn_in"], torch.ones(1, len(KNOTS), 2))
+    with pytest.raises(ValueError, match=r"has no site 'layers\.0\.o_in'"):
+        apply_scheme(model, Scheme(group_size=32), foreign)
+    assert [type(m) for m in model.modules()] == linears
+
+
+def test_a_group_that_does_not_divide_is_refused_before_anything_changes(model: Any):
+    linears = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match="group_size 48: must divide the 64"):
+        apply_scheme(model, Scheme(group_size=48, activation_bits=16))
+    assert [type(m) for m in model.modules()] == linears
+
+
+def test_a_decoder_of_another_make_is_refused():
+    other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=16, bos_token_id=1, eos_token_id=2))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel: reflux quantises decoders"):
+        apply_scheme(other, WEIGHTS_ONLY)
