@@ -39,7 +39,8 @@ def nearest_point(x, main_scale, outlier_scale, TOP: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    x_ptr, main_scale_ptr, values_ptr, outlier_scale_ptr, channels, x_row, x_column, TOP: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, main_scale_ptr, values_ptr, outlier_scale_ptr, channels, x_row, x_column,
+    TOP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """values [N, D] contiguous and outlier_scale [N] float32 of x [N, D] with strides x_row and x_column."""
     token = tl.program_id(0).to(tl.int64)  # N * D may exceed 2^31
@@ -66,7 +67,8 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    x_ptr, main_scale_ptr, outlier_scale_ptr, grad_ptr, grad_scale_ptr, channels, x_row, x_column, grad_row, grad_column,
+    x_ptr, main_scale_ptr, outlier_scale_ptr, grad_ptr, grad_scale_ptr,
+    channels, x_row, x_column, grad_row, grad_column,
     TOP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """grad_scale [N] of the main scale, from grad [N, D] of the values."""

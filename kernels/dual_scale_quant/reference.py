@@ -47,7 +47,7 @@ def dequantize(
 
 
 class DualScale(torch.autograd.Function):
-    """Gradients as the package's docstring states them. x [..., D], main_scale [..., 1] of the same leading dimensions."""
+    """Values and gradients as the package states them, for scales that have the leading dimensions of x."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, main_scale: torch.Tensor, bits: int) -> torch.Tensor:
