@@ -4,7 +4,7 @@ Commands are thin: each parses, calls one function of its module, prints. Module
 that `reflux --help` starts at once and a command needs no more packages than its own work does.
 
 Exit codes: 0 done; 1 a stage failed or an object does not match; 2 the command or its input is wrong; 3 the run is
-complete and its gate says fail.
+complete and its gate says fail; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 import click
 
 GATE_FAILED = 3
+INTERRUPTED = 130  # as a shell reports Ctrl-C
+CONTINUES = "What is done is kept: the same command goes on from there."
 
 DATA_DIR = click.option(
     "--data-dir", type=click.Path(file_okay=False, path_type=Path), default=Path("reflux-data"), show_default=True,
@@ -107,9 +109,10 @@ def run(
     try:
         passed = run_recipe(recipe, full, ref, data_dir=data_dir, name=name)
     except StageError as error:
-        raise click.ClickException(
-            f"stage {error}\nWhat is done is kept: the same command goes on from there."
-        ) from error
+        raise click.ClickException(f"stage {error}\n{CONTINUES}") from error
+    except KeyboardInterrupt:
+        click.echo(f"interrupted. {CONTINUES}", err=True)
+        sys.exit(INTERRUPTED)
     if not passed:
         sys.exit(GATE_FAILED)
 
