@@ -26,6 +26,7 @@ RUNTIME = (
     "components/algorithms/quantizers.py",
     "kernels/__init__.py",
     "kernels/dual_scale_quant/__init__.py",
+    "kernels/dual_scale_quant/kernel.py",
     "kernels/dual_scale_quant/reference.py",
 )
 """What loading a bundle needs of reflux, copied as it is: one definition of the deployed forward, wherever it runs."""
