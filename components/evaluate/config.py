@@ -44,8 +44,9 @@ class EvaluateConfig:
     """Gate: the same on the evaluation text. 0 switches the gate off."""
     max_perplexity_ratio: float = 1.8
     """Gate: distilled perplexity over full-precision perplexity. 0 switches the gate off."""
-    min_pmr: float = 0.7
-    """Gate: policy match rate of the distilled student, up to 1. 0 switches the gate off."""
+    min_pmr: float = 0.8
+    """Gate: policy match rate of the distilled student, up to 1; a 135M model has 0.78 at W4A4 before it is trained.
+    0 switches the gate off."""
 
     def __post_init__(self) -> None:
         smallest = {

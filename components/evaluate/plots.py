@@ -81,7 +81,8 @@ def training_curves(training: list[dict[str, Any]]) -> str:
                 marker = "." if len(steps) < 10 else None
                 axes.plot(steps, values, color=color, label=label, linewidth=width, marker=marker)
         axes.set_ylim(bottom=0, top=1.12 * axes.get_ylim()[1])  # room for the names of the phases
-        axes.legend(fontsize=8)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.93))
         return _svg(figure, "training")
 
 

@@ -50,7 +50,7 @@ ROWS = [
     row("w4a16_rtn", "weights_only", 3.2, 1.1),
     row("w4a4_plain", "plain", 9.0, 7.0, 0.9),
     row("w4a4_dual", "undistilled", 4.0, 2.0, 0.3),
-    row("w4a4_distilled", "distilled", 3.5, 1.25, 0.2),
+    row("w4a4_distilled", "distilled", 3.5, 1.25, 0.15),
 ]
 PROMPTS = [
     Trace(trace_id=f"t{i}", prompt_id=f"p{i}", prompt=HOSTILE, prompt_token_ids=[1], response_token_ids=[2])
@@ -84,7 +84,7 @@ def test_every_gate_passes_at_its_threshold_and_fails_beyond_it():
         "min_gap_closed_heldout": 0.75,
         "min_gap_closed_text": 0.5,
         "max_perplexity_ratio": math.exp(0.5),
-        "min_pmr": 0.8,
+        "min_pmr": 0.85,
     }
     for name, threshold in at.items():
         closer, further = (threshold - 1e-9, threshold + 1e-6)
@@ -120,7 +120,7 @@ def test_metrics_json_holds_what_the_command_line_prints():
         "perplexity": pytest.approx(math.exp(3.5)),
         "nll_text": 3.5,
         "nll_heldout": 1.25,
-        "pmr": pytest.approx(0.8),
+        "pmr": pytest.approx(0.85),
         "effective_bits": 4.25,
         "effective_bits_activation": 5.0,
         "memory_bytes": 123_456_789,
