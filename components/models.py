@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from reflux.components import gguf_cache
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -42,14 +43,18 @@ def load_model(path: Path, dtype: str = "float32") -> Any:
     try:
         folder = gguf_cache.converted(path) if path.suffix == ".gguf" else path
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"model {path}: cannot be loaded ({error})") from error
     return model.eval().requires_grad_(False)
 
 
 def context_length(path: Path) -> int:
     """Tokens that the model can attend to, prompt and answer together."""
-    return int(AutoConfig.from_pretrained(_description(path), local_files_only=True).max_position_embeddings)
+    try:
+        config = AutoConfig.from_pretrained(_description(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model {path}: no usable configuration ({error})") from error
+    return int(config.max_position_embeddings)
 
 
 def chat_token_ids(tokenizer: Any, prompt: str) -> list[int]:
