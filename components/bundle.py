@@ -1,14 +1,15 @@
 """The delivered bundle: how a trained low-bit student is laid out in files, and how those files become a model again.
 
-    config.json, tokenizer…   the base model's own, with compressed-tensors' quantization_config model.safetensors
-    packed codes and scales of every decoder linear (compressed-tensors, pack-quantized); the rest as it was
-    quant_config.json         the whole quantiser: scheme, per linear and per activation site policy_table.bin
-    the position table (policy_table.py) runtime/                  these very modules, so that calibrate.py and
-    fallback.py need no installed reflux
+    config.json, tokenizer…   the base model's own, with compressed-tensors' quantization_config
+    model.safetensors         packed codes and scales of every decoder linear (pack-quantized); the rest as it was
+    quant_config.json         the whole quantiser: scheme, per linear and per activation site
+    policy_table.bin          the position table (policy_table.py)
+    runtime/                  these very modules, so that calibrate.py and fallback.py need no installed reflux
 
 A bundle holds the *deployed* weights: they are on the grid and are never rounded again. Master weights ("latent") are
-refused here, since taking one for the other fails silently. Nothing in a bundle executes on load. Shapes: O outputs,
-I inputs, G groups, W packed words.
+refused here, since taking one for the other fails silently. Nothing in a bundle executes on load.
+
+Shapes: O outputs, I inputs, G groups, W packed words.
 """
 
 from __future__ import annotations

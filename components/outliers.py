@@ -30,8 +30,14 @@ class OutlierCount:
 
 @contextmanager
 def counting_outliers(model: Any, thresholds: dict[str, float]) -> Iterator[OutlierCount]:
-    """Within the block, count the forwards of `model`; `thresholds` are those of quant_config.json, by site."""
+    """Within the block, count the forwards of `model`; `thresholds` are those of quant_config.json, by site.
+
+    A model whose activations are not rounded has no thresholds, and nothing of it is counted.
+    """
     count = OutlierCount()
+    if not thresholds:
+        yield count
+        return
 
     def see(site: str, x_BTD: torch.Tensor) -> None:
         largest_BT = x_BTD.abs().amax(-1)

@@ -22,9 +22,9 @@ A low-bit student, distilled on its own rollouts by reflux and exported with the
 
 ## Use
 
-    pip install -r requirements.txt python fallback.py "Why is the sky blue?"                # answers; too many
-    outliers in a prompt take the W4A16 path python calibrate.py queries.txt --report report.json     # perplexity,
-    latency and outliers on your own queries
+    pip install -r requirements.txt
+    python fallback.py "Why is the sky blue?"               # too many outliers in a prompt: the {weight_only} path
+    python calibrate.py queries.txt --report report.json    # perplexity, latency and outliers on your own queries
 
 In Python, with `runtime/` on the path: `reflux.components.bundle.load_bundle(folder)` returns the model; pass it
 `position_ids`. Low-bit arithmetic is imitated in floating point: the results are those of the low-bit model, the
@@ -32,11 +32,13 @@ speed is not.
 
 ## Files
 
-| file | holds | |---|---| | model.safetensors | packed codes and scales of the decoder's linear layers, the rest as
-it was; deployed weights, not master weights | | quant_config.json | the whole quantiser: scheme, every linear, every
-activation site with its outlier threshold | | policy_table.bin | main and outlier scale by site and position; header
-with shape and sha256 | | runtime/ | the code that loads all this | | manifest.json | lineage: parents, digests,
-versions |
+| file | holds |
+|---|---|
+| model.safetensors | packed codes and scales of the decoder's linear layers, the rest as it was; deployed weights |
+| quant_config.json | the whole quantiser: scheme, every linear, every activation site with its outlier threshold |
+| policy_table.bin | main and outlier scale by site and position (only with dual-scale activations) |
+| runtime/ | the code that loads all this |
+| manifest.json | lineage: parents, digests, versions |
 
 ## Limits
 
@@ -62,6 +64,7 @@ def model_card(name: str, scheme: Scheme, channels: int, parents: dict[str, str]
     return CARD.format(
         name=name,
         scheme_name=f"W{scheme.weight_bits}A{scheme.activation_bits}",
+        weight_only=f"W{scheme.weight_bits}A{FULL_PRECISION}",
         weights=weights,
         activations=activations,
         parents=", ".join(f"{parent} `{digest}`" for parent, digest in sorted(parents.items())),

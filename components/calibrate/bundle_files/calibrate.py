@@ -1,9 +1,9 @@
 """Check this bundle on real queries: perplexity, latency and outliers of the low-bit path beside its W4A16 path.
 
-    python calibrate.py queries.txt --report report.json          one query per line, or JSONL with a field "text" or
-    "prompt"
+    python calibrate.py queries.txt --report report.json
 
-Needs what requirements.txt lists; reflux itself is in runtime/.
+One query per line, or JSONL with a field "text" or "prompt". Needs what requirements.txt lists; reflux itself is in
+runtime/.
 """
 
 from __future__ import annotations
@@ -35,14 +35,22 @@ def read_queries(path: Path, most: int) -> list[str]:
         if not line.strip():
             continue
         if path.suffix == ".jsonl":
-            record = json.loads(line)
-            line = record.get("text") or record.get("prompt") or ""
-            if not line:
-                raise ValueError(f"{path}, line {number}: has no field 'text' or 'prompt'")
+            line = _text(line, f"{path}, line {number}")
         queries.append(line)
     if not queries:
         raise ValueError(f"{path}: holds no query")
     return queries[:most]
+
+
+def _text(line: str, place: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: no JSON ({error})") from None
+    text = (record.get("text") or record.get("prompt")) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f"{place}: has no text in a field 'text' or 'prompt'")
+    return text
 
 
 @torch.no_grad()

@@ -59,7 +59,8 @@ class Server:
             "input_ids": torch.tensor([token_ids]),
             "attention_mask": torch.ones(1, len(token_ids), dtype=torch.long),
         }
-        ids = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        ends = {"eos_token_id": self.tokenizer.eos_token_id, "pad_token_id": self.tokenizer.pad_token_id}
+        ids = self.model.generate(**inputs, **ends, max_new_tokens=max_new_tokens, do_sample=False)
         return self.tokenizer.decode(ids[0, len(token_ids) :], skip_special_tokens=True)
 
 
