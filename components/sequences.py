@@ -7,8 +7,11 @@ them. Shapes: B sequences, T tokens of the longest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
+
+Item = TypeVar("Item")
 
 
 def padded(sequences: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -20,7 +23,7 @@ def padded(sequences: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch
     return input_BT, mask_BT, position_BT
 
 
-def batched(sequences: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Sequence[int]]]:
+def batched(sequences: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     """Consecutive batches of at most `size`."""
     for start in range(0, len(sequences), size):
         yield sequences[start : start + size]

@@ -182,9 +182,7 @@ class _Rounding:
         if not self.model.rounds_activations:
             return x_BTD
         policy = self.model.policy
-        scale_BT1 = (
-            None if policy is None else policy.main_scale(self.site, self.model.model.position_BT).to(x_BTD.dtype)
-        )
+        scale_BT1 = None if policy is None else policy.main_scale(self.site, self.model.model.position_BT)
         return self.quantizer(x_BTD, scale_BT1, self.bits)
 
 
@@ -206,13 +204,13 @@ def full_precision_activations(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def frozen_weights(model: Any) -> Iterator[None]:
-    """Round every weight once and keep it: for rollouts and evaluation, where the weights do not change between
-    forwards.
+def frozen_weights(model: Any, *, differentiable: bool = False) -> Iterator[None]:
+    """Round every weight once for all forwards of the block: weights do not change between rollouts, nor between the
+    micro-batches of one optimizer step, whose gradients reach the master weights if `differentiable`.
     """
     layers = [m for m in model.modules() if isinstance(m, LowBitLinear)]
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(differentiable):
             for layer in layers:
                 layer.frozen_OI = layer.rounded()
         yield

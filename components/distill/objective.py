@@ -8,6 +8,7 @@ tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +68,7 @@ class DistillationLoss:
         self.objective, self.beta = OBJECTIVES[objective], beta
         self.vocab_size, self.pad = len(tokenizer), tokenizer.pad_token_id or 0
 
-    def __call__(self, sequences: list[Sequence], observed: Observed | None = None) -> torch.Tensor:
+    def __call__(self, sequences: Iterable[Sequence], observed: Observed | None = None) -> torch.Tensor:
         """Sum over the scored tokens, nats; differentiable in the student."""
         rollouts = [s for s in sequences if s.teacher is None]
         traces = [s for s in sequences if s.teacher is not None]

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from reflux.components.algorithms.ema import Ema
-from reflux.components.algorithms.low_bit import decoder_layers
+from reflux.components.algorithms.low_bit import decoder_layers, frozen_weights
 from reflux.components.algorithms.schedules import Phase, phase_at, rate
 from reflux.components.progress import MetricPoint
+from reflux.components.sequences import batched
 
 from .config import DistillConfig
 from .dealing import Deck, RolloutBuffer, own_rollouts
@@ -45,7 +46,7 @@ class Trainer:
             {"params": [p for p in self.weights.values() if p.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in self.weights.values() if p.ndim == 1], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0)
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, fused=True)
         self.ema = Ema(self.trained(), config.ema_decay)
         self.step = 0
         self.history: list[MetricPoint] = []
@@ -64,11 +65,11 @@ class Trainer:
         tokens = sum(s.scored for s in sequences)
         observed = Observed()
         loss_sum = 0.0
-        for start in range(0, len(sequences), self.config.micro_batch_sequences):
-            micro_batch = sequences[start : start + self.config.micro_batch_sequences]
-            loss = self.loss(micro_batch, observed)
-            (loss / tokens).backward()
-            loss_sum += loss.item()
+        with frozen_weights(self.student, differentiable=True):
+            for micro_batch in batched(sequences, self.config.micro_batch_sequences):
+                loss = self.loss(micro_batch, observed)
+                (loss / tokens).backward()
+                loss_sum += loss.item()
         if not loss_sum < float("inf"):  # NaN compares false as well
             raise FloatingPointError(f"distill: the loss of step {self.step + 1} is {loss_sum / tokens} nats a token")
         moved = [p for p in self.trained().values() if p.grad is not None]
