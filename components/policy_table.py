@@ -1,8 +1,8 @@
 """The position table as a file: what profile_kv writes first, distill learns, and a bundle carries as policy_table.bin.
 
-Layout, little-endian: 8 bytes magic, uint32 format version, uint32 length of the header, the header as JSON, the
-table as float32 in C order. The header names sites, knots, columns and shape and carries the sha256 of the table's
-bytes.
+Layout, little-endian: 8 bytes magic, uint32 format version, uint32 length of the header, 32 bytes sha256 of
+everything else in the file, the header as JSON (sites, knots, columns, shape), the table as float32 in C order. A knot
+that changed unseen would move every scale, so the digest covers the header as well.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from .algorithms.policies import PositionTable
 
 MAGIC = b"RFXTABLE"
-VERSION = 1
+VERSION = 2
 COLUMNS = ["scale_main", "scale_outlier"]
 _PREFIX = struct.Struct("<8sII")
+_DIGEST_BYTES = 32
 
 
 def encode(policy: PositionTable) -> bytes:
@@ -31,11 +32,11 @@ def encode(policy: PositionTable) -> bytes:
             "columns": COLUMNS,
             "shape": [len(policy.sites), len(policy.knots), len(COLUMNS)],
             "dtype": "float32",
-            "sha256": hashlib.sha256(table).hexdigest(),
         },
         sort_keys=True,
     ).encode()
-    return _PREFIX.pack(MAGIC, VERSION, len(header)) + header + table
+    prefix = _PREFIX.pack(MAGIC, VERSION, len(header))
+    return prefix + hashlib.sha256(prefix + header + table).digest() + header + table
 
 
 def decode(data: bytes) -> PositionTable:
@@ -45,14 +46,9 @@ def decode(data: bytes) -> PositionTable:
     _, version, length = _PREFIX.unpack_from(data)
     if version != VERSION:
         raise ValueError(f"policy table: format version {version}, this reflux reads {VERSION}")
-    body = data[_PREFIX.size :]
-    try:
-        header = json.loads(body[:length])
-        table, shape, sites, knots = body[length:], header["shape"], header["sites"], tuple(header["knots"])
-        intact = hashlib.sha256(table).hexdigest() == header["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"policy table: its header cannot be read ({error})") from error
-    if not intact:
-        raise ValueError("policy table: the digest in its header is not that of the table: it was cut short or changed")
-    scales = torch.frombuffer(bytearray(table), dtype=torch.float32).reshape(shape)
-    return PositionTable(sites, scales, knots)
+    prefix, body = data[: _PREFIX.size], data[_PREFIX.size + _DIGEST_BYTES :]
+    if hashlib.sha256(prefix + body).digest() != data[_PREFIX.size :][:_DIGEST_BYTES]:
+        raise ValueError("policy table: its digest is not that of its content: it was cut short or changed")
+    header = json.loads(body[:length])
+    scales = torch.frombuffer(bytearray(body[length:]), dtype=torch.float32).reshape(header["shape"])
+    return PositionTable(header["sites"], scales, tuple(header["knots"]))
