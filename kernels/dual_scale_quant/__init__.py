@@ -3,7 +3,7 @@
 Forward: every value goes to the nearest point of two grids (see reference.py). Backward: the gradient passes to x
 unchanged, since the outlier grid reaches the token's largest value and nothing is clipped away; the main scale gets
 the gradient of learned step sizes (LSQ, arXiv 1902.08153, eq. 3): code − x / scale for values inside the main grid, ±
-the largest code for those at its edge, 0 for values on the outlier grid.
+the largest code for those at its end or beyond, 0 for values on the outlier grid.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def forward_kernel(
         _, value_B, _ = nearest_point(x_B, main_scale, outlier_scale, TOP)
         value_B = tl.where(broken > 0, float("nan"), value_B)
         out_B = values_ptr + token * channels + start + column_B
-        tl.store(out_B, value_B.to(values_ptr.dtype.element_ty), mask=within_B)
+        tl.store(out_B, value_B, mask=within_B)
 
 
 @triton.jit
@@ -83,9 +83,10 @@ def backward_kernel(
         x_B = tl.load(x_ptr + token * x_row + column64_B * x_column, mask=within_B, other=0.0).to(tl.float32)
         grad_B = tl.load(grad_ptr + token * grad_row + column64_B * grad_column, mask=within_B, other=0.0)
         main_B, _, is_outlier_B = nearest_point(x_B, main_scale, outlier_scale, TOP)
-        step_B = main_B - tl.where(tl.abs(main_B) == TOP, 0.0, tl.div_rn(x_B, main_scale))
+        ratio_B = tl.div_rn(x_B, main_scale)
+        step_B = main_B - tl.where(tl.abs(ratio_B) < TOP, ratio_B, 0.0)
         total += tl.sum(tl.where(is_outlier_B, 0.0, grad_B.to(tl.float32) * step_B), 0)
-    tl.store(grad_scale_ptr + token, total.to(grad_scale_ptr.dtype.element_ty))
+    tl.store(grad_scale_ptr + token, total)
 
 
 def launch_options(channels: int) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class DualScale(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad, None, None
         x, main_scale, codes, is_outlier = ctx.saved_tensors
-        inside = torch.where(codes.abs() == ctx.top, 0, x.float() / main_scale.float())
+        ratio = x.float() / main_scale.float()
+        inside = torch.where(ratio.abs() < ctx.top, ratio, 0)
         step = torch.where(is_outlier, 0, codes - inside)
         return grad, (grad * step).sum(-1, keepdim=True).to(main_scale.dtype), None
