@@ -14,5 +14,5 @@ from tiny_model import save_tiny_model
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a two-layer model and a byte-level tokenizer: everything a real one has, in milliseconds a forward."""
+    """A folder with a two-layer model and a byte-level tokenizer: all that a real one has, milliseconds a forward."""
     return save_tiny_model(tmp_path_factory.mktemp("tiny-model"))

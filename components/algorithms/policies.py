@@ -27,6 +27,7 @@ class PositionTable(nn.Module):
     """
 
     positions: torch.Tensor
+    outlier_SP: torch.Tensor
 
     def __init__(self, sites: list[str], scales_SP2: torch.Tensor, knots: tuple[int, ...] = KNOTS) -> None:
         super().__init__()

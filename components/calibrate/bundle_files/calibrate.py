@@ -68,7 +68,9 @@ def check(queries: list[str]) -> dict[str, Any]:
     config = read_quant_config(HERE)
     tokenizer, model = AutoTokenizer.from_pretrained(HERE), load_bundle(HERE)
     thresholds = {site: entry["outlier_threshold"] for site, entry in config["activations"].items()}
-    nats, milliseconds, shares, tokens = {"low_bit": 0.0, "w4a16": 0.0}, {"low_bit": [], "w4a16": []}, [], 0
+    nats = {"low_bit": 0.0, "w4a16": 0.0}
+    milliseconds: dict[str, list[float]] = {"low_bit": [], "w4a16": []}
+    shares, tokens = [], 0
     for query in queries:
         token_ids = tokenizer(query)["input_ids"][: model.config.max_position_embeddings]
         if len(token_ids) < 2:
