@@ -9,7 +9,7 @@
 A bundle holds the *deployed* weights: they are on the grid and are never rounded again. Master weights ("latent") are
 refused here, since taking one for the other fails silently. Nothing in a bundle executes on load.
 
-Shapes: O outputs, I inputs, G groups, W packed words.
+Shapes: O outputs, I inputs, G groups, C codes of a group, W packed words.
 """
 
 from __future__ import annotations
@@ -30,26 +30,43 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 FORMAT = "reflux-bundle/1"
 WORD_BITS = 32
+WORD_MASK = 2**32 - 1
 
 
 def pack(codes_OI: torch.Tensor, bits: int) -> torch.Tensor:
-    """[O, W] int32, first code in the lowest bits, shifted by 2^(bits−1) to be unsigned: compressed-tensors'
-    pack_to_int32.
+    """[O, W] int32, W = ceil(I * bits / 32): compressed-tensors' pack_to_int32.
+
+    Codes are shifted by 2^(bits−1) to be unsigned and laid one after the other, the first in the lowest bits; where
+    `bits` does not divide 32, a code may begin in one word and end in the next.
     """
-    per_word = WORD_BITS // bits
     rows, columns = codes_OI.shape
-    padding = -columns % per_word
-    unsigned_OI = nn.functional.pad(codes_OI.to(torch.int64) + 2 ** (bits - 1), (0, padding))
-    shifts = torch.arange(per_word) * bits
-    words_OW = (unsigned_OI.reshape(rows, -1, per_word) << shifts).sum(-1)
+    unsigned_OI = nn.functional.pad(codes_OI.to(torch.int64) + 2 ** (bits - 1), (0, -columns % WORD_BITS))
+    unsigned_OGC = unsigned_OI.reshape(rows, -1, WORD_BITS)  # 32 codes fill `bits` words
+    words_OGW = torch.zeros(*unsigned_OGC.shape[:2], bits, dtype=torch.int64)
+    for code, (word, shift) in enumerate(_places(bits)):
+        words_OGW[..., word] |= unsigned_OGC[..., code] << shift & WORD_MASK
+        if shift + bits > WORD_BITS:
+            words_OGW[..., word + 1] |= unsigned_OGC[..., code] >> (WORD_BITS - shift)
+    words_OW = words_OGW.reshape(rows, -1)[:, : -(-columns * bits // WORD_BITS)]
     return torch.where(words_OW >= 2**31, words_OW - 2**32, words_OW).to(torch.int32)
 
 
 def unpack(words_OW: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     """[O, I] int8 codes of `pack`."""
-    shifts = torch.arange(WORD_BITS // bits) * bits
-    unsigned = (words_OW.to(torch.int64)[..., None] >> shifts) & (2**bits - 1)
-    return (unsigned.reshape(len(words_OW), -1)[:, :columns] - 2 ** (bits - 1)).to(torch.int8)
+    words_OW = nn.functional.pad(words_OW.to(torch.int64) & WORD_MASK, (0, -words_OW.shape[1] % bits))
+    words_OGW = words_OW.reshape(len(words_OW), -1, bits)
+    unsigned_OGC = torch.empty(*words_OGW.shape[:2], WORD_BITS, dtype=torch.int64)
+    for code, (word, shift) in enumerate(_places(bits)):
+        unsigned_OGC[..., code] = words_OGW[..., word] >> shift
+        if shift + bits > WORD_BITS:
+            unsigned_OGC[..., code] |= words_OGW[..., word + 1] << (WORD_BITS - shift)
+    unsigned_OI = unsigned_OGC.reshape(len(words_OW), -1)[:, :columns] & (2**bits - 1)
+    return (unsigned_OI - 2 ** (bits - 1)).to(torch.int8)
+
+
+def _places(bits: int) -> list[tuple[int, int]]:
+    """(word, shift) at which each of 32 codes begins."""
+    return [divmod(code * bits, WORD_BITS) for code in range(WORD_BITS)]
 
 
 def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:

@@ -19,7 +19,9 @@ from reflux.components.profile_kv.config import ProfileKvConfig
 from stage_writers import writer_for
 
 HARD = "p3"
-PROMPTS = [{"prompt_id": f"p{i}", "prompt": f"What is {i} and {'more ' * i}?"} for i in range(12)]  # p0, p7 held out
+PROMPTS = [
+    {"prompt_id": f"p{i}", "prompt": f"What is {i} and {'more ' * i}?"} for i in range(12)
+]  # 0, 7, 9, 11 held out
 
 
 @dataclass(frozen=True, kw_only=True)
