@@ -64,6 +64,8 @@ def test_a_stage_has_its_four_files(stage: str) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_imports_no_other_stage_and_no_platform(stage: str) -> None:
     for path in (ROOT / "components" / stage).rglob("*.py"):
+        if path.parent.name == "bundle_files":  # programs of their own, which only travel with what the stage writes
+            continue
         others = [f"reflux.components.{other}" for other in STAGES if other != stage]
         forbidden = [*others, "reflux.pipelines", "reflux.components.tracking", "reflux.components.kfp_executor"]
         assert ours(path) - within(ours(path), *forbidden) == set(), ids(path)

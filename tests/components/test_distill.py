@@ -14,23 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 import tiny_chain
 import torch
 from reflux.components import models, policy_table, progress
 from reflux.components.algorithms.low_bit import apply_scheme, frozen_weights
 from reflux.components.algorithms.rollouts import derive_seed, rollout
-from reflux.components.artifacts import Artifact, Writer
-from reflux.components.collect_traces.config import CollectTracesConfig
+from reflux.components.artifacts import Artifact
 from reflux.components.distill import stage
 from reflux.components.distill.config import DistillConfig
-from reflux.components.distill.examples import Sequence, require_contract, training_examples
+from reflux.components.distill.examples import Sequence, training_examples
 from reflux.components.distill.objective import DistillationLoss
 from reflux.components.distill.trainer import Trainer
-from reflux.components.storage import Store
 from safetensors.torch import load
-from stage_writers import writer_for
 from tiny_chain import Chain
 
 
@@ -336,101 +332,3 @@ def _until(process: subprocess.Popen) -> Iterator[None]:
     while process.poll() is None:
         yield
         time.sleep(0.005)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("teacher_digest", "sha256:00"),
-        ("tokenizer", "another"),
-        ("chat_template", "another"),
-        ("scored_temperature", "0.7"),
-        ("trace_store", "sampled"),
-    ],
-)
-def test_distributions_made_under_another_contract_are_refused(chain: Chain, field: str, value: str) -> None:
-    metadata, tokenizer = chain.traces.schema_metadata("traces"), models.load_tokenizer(chain.model)
-    require_contract(metadata, tokenizer, metadata["teacher_digest"])
-    with pytest.raises(ValueError, match=f"traces: {field} is '{value}', distill needs .*; collect them again"):
-        require_contract(metadata | {field: value}, tokenizer, metadata["teacher_digest"])
-
-
-@pytest.mark.parametrize("column", ["topk_token_ids", "topk_logprobs", "tail_logmass"])
-@pytest.mark.parametrize("kept", [0, 1])
-def test_missing_distributions_are_refused_with_their_count(
-    chain: Chain, tmp_path: Path, column: str, kept: int
-) -> None:
-    table = chain.traces.table("traces")
-    rows = sorted(table.to_pylist(), key=lambda row: (row["split"] != "train", row["trace_id"]))
-    for row in rows[:3]:
-        row[column] = row[column][:kept]
-    traces = committed(chain, tmp_path, pa.Table.from_pylist(rows, schema=table.schema))
-    with pytest.raises(ValueError, match=rf"traces: 3 lack distributions .* the first is {rows[0]['trace_id']}"):
-        training_examples(traces, 256)
-
-
-def committed(chain: Chain, folder: Path, table: pa.Table) -> Artifact:
-    """Traces as a store would hold them after something upstream went wrong."""
-    config = CollectTracesConfig(teacher=str(chain.model), prompts_uri=str(chain.folder / "prompts.jsonl"))
-    writer: Writer = writer_for(folder, "collect_traces", config)
-    writer.write_table("traces/00000", table, table.schema)
-    return writer.commit({})
-
-
-def test_long_answers_are_cut_with_their_distributions(chain: Chain) -> None:
-    whole_traces = training_examples(chain.traces, 256)
-    longest_prompt = max(s.first_scored for s in whole_traces.values())
-    cut = training_examples(chain.traces, longest_prompt + 2)
-    assert cut.keys() == whole_traces.keys()
-    for name, sequence in cut.items():
-        assert sequence.token_ids == whole_traces[name].token_ids[: longest_prompt + 2]
-        assert sequence.teacher is not None
-        assert len(sequence.teacher.logprobs_TB) == sequence.scored
-    with pytest.raises(ValueError, match="none of the training split has an answer within 5 tokens"):
-        training_examples(chain.traces, 5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"objective": "mse"}, "objective 'mse': allowed are beta_jsd, forward_kl, reverse_kl"),
-        ({"export": "best"}, "export 'best': allowed are ema, last"),
-        ({"ema_decay": 0.0}, "export 'ema': needs an ema_decay above 0"),
-        ({"ema_decay": 1.0}, r"ema_decay 1\.0: must be in \[0, 1\)"),
-        ({"beta": 1.5}, r"beta 1\.5: must be in \[0, 1\]"),
-        ({"on_policy_fraction": float("nan")}, "on_policy_fraction nan"),
-        ({"finetune_student_lr": -1.0}, r"finetune_student_lr -1\.0: must not be negative"),
-        ({"finetune_student_lr": float("nan")}, "finetune_student_lr nan: must not be negative"),
-        ({"joint_last_layers": -1}, "joint_last_layers -1: must not be negative"),
-        ({"warmup_steps": 0, "joint_steps": 0, "finetune_steps": 0}, "at least one step"),
-        ({"batch_sequences": 0}, "batch_sequences 0: must be positive"),
-    ],
-)
-def test_a_bad_configuration_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"distill.*{message}"):
-        DistillConfig(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "has_policy", "message"),
-    [
-        ({"joint_last_layers": 0, "joint_policy_every": 2}, True, "in some steps of the joint phase neither"),
-        ({"finetune_student_lr": 0.0}, True, "in some steps of the finetune phase neither"),
-        ({"joint_last_layers": 0, "joint_policy_every": 1}, False, "in some steps of the joint phase neither"),
-        ({"joint_steps": 0, "finetune_steps": 0}, False, "no other step is asked"),
-    ],
-)
-def test_a_schedule_in_which_nothing_would_move_is_refused(
-    options: dict[str, Any], has_policy: bool, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        stage.schedule(DistillConfig(**options), has_policy=has_policy)
-
-
-def test_keeping_back_every_trace_is_refused(chain: Chain) -> None:
-    with pytest.raises(ValueError, match="validation_traces 8: there are only 8 training traces"):
-        chain.distilled(validation_traces=8)
-
-
-def test_the_store_of_the_chain_holds_one_student_per_configuration(whole: Artifact, chain: Chain) -> None:
-    assert Artifact.open(Store.open(str(chain.folder)), "distill", whole.key).digest == whole.digest
