@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+
 from reflux.components import tables
 from reflux.components.canonical import sha256_hex
 from reflux.components.local_store import LocalStore

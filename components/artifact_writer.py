@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
+
 from reflux.components import environment, tables
 from reflux.components.artifact_reader import Artifact, artifact_folder, manifest_key, read_verified, verify_object
 from reflux.components.canonical import canonical, sha256_hex

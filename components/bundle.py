@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reflux.components import policy_table
-from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme, apply_scheme, decoder_layers
-from reflux.components.algorithms.quantizers import weight_codes, weight_values
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from reflux.components import policy_table
+from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme, apply_scheme, decoder_layers
+from reflux.components.algorithms.quantizers import weight_codes, weight_values
 
 FORMAT = "reflux-bundle/1"
 WORD_BITS = 32

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pyarrow import fs
+
 from reflux.components.storage import CHUNK_BYTES, Store, StoreError, checked_key
 
 _PARTIAL = ".partial"  # folder of unfinished writes: same file system as the objects, and no object itself

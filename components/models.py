@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reflux.components import gguf_cache
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
+
+from reflux.components import gguf_cache
 
 transformers_logging.disable_progress_bar()  # a bar of its own would break the progress lines of the stage
 

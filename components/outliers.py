@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from reflux.components.algorithms.low_bit import watching_sites
 
 

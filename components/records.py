@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from reflux.components.schemas import REJECTED
 
 KEPT_CHARACTERS = 2000

@@ -18,6 +18,7 @@ from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from pyarrow import fs
+
 from reflux.components.storage import CHUNK_BYTES, S3Settings, Store, StoreError, checked_key
 
 _ATTEMPTS = 4  # of one request or of one stalled stream: bounded, so that a dead endpoint is an error within a minute

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from reflux.components.canonical import canonical, sha256_hex
 
 ROW_GROUP_ROWS_NESTED = 512  # rows with arrays: some 10 to 100 kB each, and a reader holds one group

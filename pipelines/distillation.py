@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from kfp import dsl
+
 from reflux.components.calibrate.component import calibrate
 from reflux.components.collect_traces.component import collect_traces
 from reflux.components.distill.component import distill

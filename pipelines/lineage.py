@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+from rich.tree import Tree
+
 from reflux.components.artifacts import Artifact, ArtifactError, manifest_key, verify_copy
 from reflux.components.artifacts import verify as verify_objects
 from reflux.components.storage import Store
 from reflux.pipelines import runs, stores
-from rich.console import Console
-from rich.markup import escape
-from rich.tree import Tree
 
 WIDTH = 200  # a tree is cut at the console's width, and a file or a narrow terminal should still get all of it
 SHOWN_DIGEST = 19  # characters of "sha256:…" that the tree shows; --json has all of them

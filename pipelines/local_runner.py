@@ -31,6 +31,7 @@ from kfp.components import load_component_from_text
 from kfp.local import config as kfp_config
 from kfp.local import subprocess_task_handler
 from kfp.local.status import Status
+
 from reflux.pipelines.stage_output import Display
 
 _PROGRAM = ["python3", "-m", "reflux.components"]

@@ -100,7 +100,7 @@ def demo() -> Recipe:
             finetune_steps=22,
             finetune_policy_lr=2e-3,
             finetune_policy_every=2,
-            finetune_student_lr=1.5e-4,
+            finetune_student_lr=2e-4,
             rise_steps=1,
             micro_batch_sequences=2,
             ema_decay=0.8,

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from reflux.components.artifacts import Artifact
 from reflux.components.storage import Store
 from reflux.pipelines import runs, stores
-from rich.console import Console
-from rich.table import Table
 
 COLUMNS = (
     "scheme", "perplexity", "nll_heldout", "pmr", "latency_p50_ms", "latency_p95_ms", "memory_bytes", "latency_of",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from reflux.components import preflight, tracking
 from reflux.components.artifacts import Artifact
 from reflux.components.storage import S3Settings, Store

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from reflux.components import progress
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
+
+from reflux.components import progress
 
 
 class Display:

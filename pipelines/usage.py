@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from reflux.pipelines import runs, stores
-from reflux.pipelines.lineage import megabytes
 from rich.console import Console
 from rich.table import Table
+
+from reflux.pipelines import runs, stores
+from reflux.pipelines.lineage import megabytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pyarrow as pa
+
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.schemas import TRAINING, TRAINING_TIMES
 from reflux.components.storage import S3Settings, Store

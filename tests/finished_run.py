@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.schemas import TRAINING
 from reflux.components.sources import resolve

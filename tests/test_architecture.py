@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import stage_versions
-from reflux.components.declare import Component
 from stage_versions import PACKAGES, ROOT, imported_modules, module_name, stages
+
+from reflux.components.declare import Component
 
 MAX_LINES = 400
 STAGES = stages()

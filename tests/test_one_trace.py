@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from stage_writers import writer_for
+
 from reflux.components import models, policy_table
 from reflux.components.algorithms.low_bit import apply_scheme
 from reflux.components.artifacts import Artifact
@@ -30,8 +33,6 @@ from reflux.components.ingest_labels import stage as ingest_labels
 from reflux.components.ingest_labels.config import IngestLabelsConfig
 from reflux.components.profile_kv import stage as profile_kv
 from reflux.components.profile_kv.config import ProfileKvConfig
-from safetensors.torch import load_file
-from stage_writers import writer_for
 
 PROMPTS = [
     {"prompt_id": f"p{i}", "dimension": "trivial", "prompt": f"What is {i} and {i}?"} for i in range(10)

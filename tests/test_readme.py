@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+
 from reflux.components import __main__ as stages
 from reflux.pipelines import recipes
 from reflux.pipelines.__main__ import cli

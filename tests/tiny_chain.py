@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stage_writers import writer_for
+
 from reflux.components.artifacts import Artifact
 from reflux.components.collect_traces import stage as collect_traces
 from reflux.components.collect_traces.config import CollectTracesConfig
@@ -16,7 +18,6 @@ from reflux.components.ingest_labels import stage as ingest_labels
 from reflux.components.ingest_labels.config import IngestLabelsConfig
 from reflux.components.profile_kv import stage as profile_kv
 from reflux.components.profile_kv.config import ProfileKvConfig
-from stage_writers import writer_for
 
 HARD = "p3"
 PROMPTS = [

@@ -6,6 +6,7 @@ Shapes: N tokens, D channels.
 from __future__ import annotations
 
 import torch
+
 from reflux.kernels.dual_scale_quant import dual_scale_quant, largest_code
 
 CANDIDATE_QUANTILES = (0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 1.0)

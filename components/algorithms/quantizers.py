@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from reflux.kernels.dual_scale_quant import dual_scale_quant, largest_code
 
 SCALE_BITS = 16  # scales are stored as float16

@@ -8,12 +8,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
 import reflux.components
 import reflux.kernels
 from reflux.components import policy_table
 from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme
 from reflux.components.bundle import compressed_tensors_config, deployed_state, quant_config
-from safetensors.torch import save_file
 
 RUNTIME = (
     "components/__init__.py",

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+
 from reflux.components import models, policy_table, progress
 from reflux.components.algorithms.low_bit import (
     FULL_PRECISION,
@@ -21,7 +23,6 @@ from reflux.components.algorithms.low_bit import (
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundle import load_bundle, quantized_linears
 from reflux.components.sequences import padded
-from safetensors import safe_open
 
 from .card import model_card
 from .config import CalibrateConfig

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from torch import Tensor
+
 from reflux.components.algorithms.key_tokens import Evidence, key_token_score
 from reflux.components.algorithms.rollouts import Sampling, derive_seed, rollout
 from reflux.components.algorithms.sparse_teacher import sparse_topk
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.prompts import Prompt
 from reflux.components.collect_traces.steps import step_starts, token_pieces
-from torch import Tensor
 
 PER_TOKEN = ("topk_token_ids", "topk_logprobs", "tail_logmass", "entropy_nats", "key_token_score")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+
 from reflux.components.algorithms.key_tokens import check_strategies
 from reflux.components.artifacts import Writer
 from reflux.components.collect_traces.answers import answer_table

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from reflux.components.algorithms.low_bit import frozen_weights
 from reflux.components.algorithms.rollouts import Rollout, Sampling, derive_seed, rollout
 

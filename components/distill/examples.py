@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+
 from reflux.components import models
 from reflux.components.artifacts import Artifact
 

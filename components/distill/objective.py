@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from reflux.components.algorithms.chunked_loss import chunked_loss
 from reflux.components.algorithms.losses import (
     OBJECTIVES,

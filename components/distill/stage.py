@@ -10,12 +10,13 @@ from typing import Any
 
 import pyarrow as pa
 import torch
+from safetensors.torch import save_file
+
 from reflux.components import models, policy_table, progress, schemas
 from reflux.components.algorithms.low_bit import Scheme, apply_scheme, frozen_weights
 from reflux.components.algorithms.rollouts import Sampling
 from reflux.components.algorithms.schedules import Phase, capped, phase_at
 from reflux.components.artifacts import Artifact, Writer
-from safetensors.torch import save_file
 
 from .config import DistillConfig
 from .dealing import Deck, RolloutBuffer

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import torch
+
 from reflux.components.algorithms.ema import Ema
 from reflux.components.algorithms.low_bit import decoder_layers, frozen_weights
 from reflux.components.algorithms.schedules import Phase, phase_at, rate

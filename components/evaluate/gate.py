@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from reflux.components.algorithms.gap_closed import GapClosed, gap_closed_with_interval
 
 from .config import EvaluateConfig

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from reflux.components.artifacts import Artifact
 from reflux.components.sequences import padded
-from torch import Tensor
 
 COLUMNS = ["trace_id", "prompt_id", "split", "prompt", "prompt_token_ids", "response_token_ids"]
 

@@ -15,11 +15,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from reflux.components.algorithms.divergences import score_tokens
 from reflux.components.algorithms.low_bit import decoder_layers
 from reflux.components.algorithms.output_head import OutputHead, final_hidden_states
 from reflux.components.algorithms.rollouts import Sampling, rollout
-from torch import Tensor
 
 from .heldout import Batch, Trace
 

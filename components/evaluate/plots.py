@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import matplotlib as mpl
+
 from reflux.components.algorithms.gap_closed import GapClosed
 
 from .row import Row

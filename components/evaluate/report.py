@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
+
 from reflux.components.algorithms.gap_closed import GapClosed
 
 from . import plots

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+
 from reflux.components.algorithms.divergences import policy_match_rate
 from reflux.components.schemas import SCORES
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+
 from reflux.components import policy_table
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundle import read_scheme

@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import krippendorff
 import numpy as np
+
 from reflux.components.ingest_labels.validation import RATINGS, Label
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
+
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.ingest_labels.agreement import krippendorff_alpha
 from reflux.components.ingest_labels.config import IngestLabelsConfig

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+
 from reflux.components.algorithms.activation_statistics import (
     SiteStatistics,
     best_main_scale,

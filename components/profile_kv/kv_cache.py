@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import torch
+
 from reflux.components.algorithms.rollouts import cache_argument
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 import torch
+
 from reflux.components import models, policy_table, progress, schemas
 from reflux.components.algorithms.low_bit import decoder_layers, site_modules, watching_sites
 from reflux.components.algorithms.rollouts import cache_argument

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from reflux.kernels.bench import Case, Provider, Tensors
 
 from .reference import DualScale

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
+
 from reflux.components.algorithms import chunked_loss as module
 from reflux.components.algorithms.chunked_loss import chunked_loss
 from reflux.components.algorithms.losses import beta_jsd, log_probabilities
-from torch import nn
 
 V, P, D = 23, 29, 7  # vocabulary, rows of the head with padding, hidden
 

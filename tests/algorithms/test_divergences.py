@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from reflux.components.algorithms import divergences
 from reflux.components.algorithms.divergences import (
     jensen_shannon_bits,

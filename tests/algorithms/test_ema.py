@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reflux.components.algorithms.ema import Ema
 from torch import nn
+
+from reflux.components.algorithms.ema import Ema
 
 
 def test_follows_the_recursion_from_the_weights_themselves():

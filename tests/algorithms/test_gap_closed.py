@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from reflux.components.algorithms.gap_closed import gap_closed, gap_closed_with_interval
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from reflux.components.algorithms.key_tokens import STRATEGIES, Evidence, confidence, entropy, key_token_score
 
 

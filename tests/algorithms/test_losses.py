@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from reflux.components.algorithms.losses import (
     OBJECTIVES,
     beta_jsd,

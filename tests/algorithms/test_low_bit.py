@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
 from reflux.components.algorithms.low_bit import (
     SITES,
     LowBitLinear,
@@ -22,8 +25,6 @@ from reflux.components.algorithms.low_bit import (
 )
 from reflux.components.algorithms.policies import KNOTS, PositionTable
 from reflux.components.algorithms.quantizers import plain, weight_codes, weight_values
-from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 WEIGHTS_ONLY = Scheme(activation_bits=16, group_size=32)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reflux.components.algorithms.output_head import final_hidden_states, output_head
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
+
+from reflux.components.algorithms.output_head import final_hidden_states, output_head
 
 TINY = {
     "vocab_size": 48,

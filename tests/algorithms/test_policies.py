@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from reflux.components.algorithms.policies import (
     KNOTS,
     SCALE_RANGE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from reflux.components.algorithms.quantizers import (
     QUANTIZERS,
     SMALLEST_SCALE,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from reflux.components.algorithms.rollouts import Rollout, Sampling, derive_seed, draw, rollout
 from reflux.components.models import chat_token_ids, load_model, load_tokenizer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from reflux.components.algorithms.sparse_teacher import sparse_topk
 
 

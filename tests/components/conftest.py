@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import seaweed
+
 from reflux.components.storage import S3Settings, Store
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import attempts
 import pyarrow as pa
 import pytest
+
 from reflux.components import artifacts, environment
 from reflux.components.artifacts import Artifact, ArtifactError, Writer
 from reflux.components.local_store import LocalStore

@@ -18,6 +18,10 @@ import tiny_chain
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load, load_file, save_file
+from stage_writers import writer_for
+from tiny_chain import Chain
+
 from reflux.components import models, policy_table
 from reflux.components.algorithms.low_bit import (
     FULL_PRECISION,
@@ -37,9 +41,6 @@ from reflux.components.calibrate.card import model_card
 from reflux.components.calibrate.config import CalibrateConfig
 from reflux.components.calibrate.export import RUNTIME
 from reflux.components.outliers import counting_outliers
-from safetensors.torch import load, load_file, save_file
-from stage_writers import writer_for
-from tiny_chain import Chain
 
 
 @pytest.fixture(scope="module")

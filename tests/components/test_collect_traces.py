@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from stage_writers import writer_for
+
 from reflux.components.artifacts import Artifact
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.prompts import load_prompts, split_of
@@ -23,7 +25,6 @@ from reflux.components.collect_traces.steps import step_starts, token_pieces
 from reflux.components.models import load_model, load_tokenizer
 from reflux.components.schemas import traces_topk
 from reflux.components.sources import fetch
-from stage_writers import writer_for
 
 PROMPTS: list[dict[str, Any]] = [
     {"prompt_id": f"p{i}", "dimension": ("multi_hop", "trivial")[i % 2], "prompt": "Tell me about " + "sand " * i}

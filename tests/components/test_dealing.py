@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from reflux.components.algorithms.rollouts import Rollout
 from reflux.components.distill.dealing import Deck, ends_in_loop, own_rollouts, rollout_health
 

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, field
 
 import pytest
+
 from reflux.components import declare
 
 

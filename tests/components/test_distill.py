@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import tiny_chain
 import torch
+from safetensors.torch import load
+from tiny_chain import Chain
+
 from reflux.components import models, policy_table, progress
 from reflux.components.algorithms.low_bit import apply_scheme, frozen_weights
 from reflux.components.algorithms.rollouts import derive_seed, rollout
@@ -26,8 +29,6 @@ from reflux.components.distill.config import DistillConfig
 from reflux.components.distill.examples import Sequence, training_examples
 from reflux.components.distill.objective import DistillationLoss
 from reflux.components.distill.trainer import Trainer
-from safetensors.torch import load
-from tiny_chain import Chain
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import tiny_chain
+from stage_writers import writer_for
+from tiny_chain import Chain
+
 from reflux.components import models
 from reflux.components.artifacts import Artifact
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.distill import stage
 from reflux.components.distill.config import DistillConfig
 from reflux.components.distill.examples import require_contract, training_examples
-from stage_writers import writer_for
-from tiny_chain import Chain
 
 
 @pytest.fixture(scope="module")

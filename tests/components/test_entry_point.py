@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from reflux.components import __main__ as entry
 from reflux.components import kfp_executor
 from reflux.components.artifacts import Artifact

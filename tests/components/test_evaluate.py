@@ -10,6 +10,9 @@ from typing import Any
 
 import pyarrow.compute as pc
 import pytest
+from stage_writers import writer_for
+from tiny_model import save_tiny_model
+
 from reflux.components.algorithms.low_bit import Scheme
 from reflux.components.artifacts import Artifact
 from reflux.components.calibrate.config import CalibrateConfig
@@ -22,8 +25,6 @@ from reflux.components.ingest_labels.config import IngestLabelsConfig
 from reflux.components.policy_table import decode
 from reflux.components.profile_kv.config import ProfileKvConfig
 from reflux.components.schemas import GENERATIONS, LATENCIES, LAYER_ERRORS, SCORES, TRACE_SCORES
-from stage_writers import writer_for
-from tiny_model import save_tiny_model
 
 SCHEMES = ["fp32", "w4a16_rtn", "w4a4_plain", "w4a4_dual", "w4a4_distilled"]
 SMALL = {"windows": 3, "window_tokens": 64, "generations": 2, "generation_tokens": 5, "latency_tokens": 20}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from reflux.components.algorithms.low_bit import SITES, Scheme, apply_scheme, frozen_weights, site_modules
 from reflux.components.algorithms.output_head import output_head
 from reflux.components.algorithms.policies import KNOTS, PositionTable

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from reflux.components.evaluate import report
 from reflux.components.evaluate.config import EvaluateConfig
 from reflux.components.evaluate.gate import gaps_closed, gates, verdict

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from reflux.components import gguf_cache, models, sources
 from transformers import AutoTokenizer
+
+from reflux.components import gguf_cache, models, sources
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stage_writers import writer_for
+
 from reflux.components.artifacts import Artifact
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.ingest_labels.agreement import krippendorff_alpha
@@ -24,7 +26,6 @@ from reflux.components.ingest_labels.validation import Label, Traces
 from reflux.components.records import read_records
 from reflux.components.schemas import HARD_SAMPLES, LABELS, traces_topk
 from reflux.components.sources import fetch
-from stage_writers import writer_for
 
 STEPS = {"p1": 3, "p2": 1, "p3": 2}
 GOOD = {"prompt_id": "p1", "step": 0, "annotator": "ann", "rating": 4}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from reflux.components.models import (
     chat_token_ids,
     context_length,

@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import torch
+
 from reflux.components.algorithms.policies import KNOTS, PositionTable
 from reflux.components.policy_table import MAGIC, VERSION, decode, encode
 

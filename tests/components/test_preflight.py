@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from reflux.components import preflight
 from reflux.components.calibrate.config import CalibrateConfig
 from reflux.components.collect_traces.config import CollectTracesConfig

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import tiny_chain
 import torch
+from stage_writers import writer_for
+from tiny_chain import Chain
+
 from reflux.components import models, policy_table
 from reflux.components.algorithms.low_bit import SITES
 from reflux.components.algorithms.policies import KNOTS, PositionTable
 from reflux.components.profile_kv import stage
 from reflux.components.profile_kv.activations import ActivationWatch, activation_rows, position_table
 from reflux.components.profile_kv.config import ProfileKvConfig
-from stage_writers import writer_for
-from tiny_chain import Chain
 
 HEADS, HEAD_WIDTH, LAYERS = 2, 16, 2  # of the tiny model's K and V
 SITE = "layers.0.mlp_in"

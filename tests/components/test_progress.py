@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from reflux.components import progress
 from reflux.components.progress import MetricPoint
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from reflux.components.canonical import canonical
 from reflux.components.provenance import (
     ArtifactError,

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from reflux.components.records import KEPT_CHARACTERS, read_records, read_text_field
 
 ROWS = [{"prompt": "Grüße, 你好 \u2028!", "prompt_id": "a"}, {"prompt": 'two\nlines, "quoted"', "prompt_id": "b"}]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import attempts
 import pytest
+
 from reflux.components import artifacts
 from reflux.components.artifacts import Writer
 from reflux.components.checkpoints import Checkpoints

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import seaweed
+
 from reflux.components import sources
 from reflux.components.sources import digest, fetch, resolve
 from reflux.components.storage import S3Settings, Store

@@ -15,6 +15,7 @@ from pathlib import Path
 import attempts
 import pytest
 import seaweed
+
 from reflux.components import storage
 from reflux.components.storage import S3Settings, Store, StoreError
 

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from reflux.components import tables
 from reflux.components.schemas import HARD_SAMPLES, LABELS, TRAINING, traces_topk
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from reflux.components import __main__ as entry
 from reflux.components import tracking
 from reflux.components.progress import MetricPoint

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from reflux.kernels import bench
 from reflux.kernels.dual_scale_quant import bench as dual_scale_quant
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from reflux.kernels.dual_scale_quant import (
     dequantize,
     dual_scale_quant,

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import triton
-from reflux.kernels.dual_scale_quant import kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+
+from reflux.kernels.dual_scale_quant import kernel
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+
 from reflux.pipelines import embedded_store
 from reflux.pipelines.__main__ import cli
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from kfp.components import load_component_from_text
+
 from reflux.components.declare import IMAGE
 from reflux.pipelines.compile import compile_to_text
 

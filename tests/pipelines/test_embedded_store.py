@@ -12,6 +12,7 @@ from typing import Any
 
 import boto3
 import pytest
+
 from reflux.pipelines import embedded_store
 
 pytestmark = pytest.mark.skipif(embedded_store.binary() is None, reason=embedded_store.why_no_binary())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from finished_run import PARENTS, make
+
 from reflux.pipelines import runs
 from reflux.pipelines.__main__ import cli
 

@@ -14,10 +14,11 @@ import kfp
 import pytest
 from kfp.local import config as kfp_config
 from kfp.local import subprocess_task_handler, task_dispatcher
+from toy_stages.pipeline import party
+
 from reflux.components.artifacts import Artifact
 from reflux.components.storage import Store
 from reflux.pipelines.local_runner import StageError
-from toy_stages.pipeline import party
 
 TESTS = Path(__file__).parents[1]
 COMMAND = ["python3", "-m", "reflux.components", "toy_stages.brew", "--executor-input", '{"x": "/lib/python3.11/m"}']

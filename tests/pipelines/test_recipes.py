@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
+
 from reflux.components import declare
 from reflux.pipelines import recipes
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from finished_run import METRICS, ROW, make
+
 from reflux.pipelines import runs
 from reflux.pipelines.__main__ import cli
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from reflux.components.storage import S3Settings, Store
 from reflux.pipelines import embedded_store, recipes, runs
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from reflux.pipelines import runs, stores
 
 RECORD = runs.RunRecord(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from reflux.components.storage import S3Settings
 from reflux.pipelines import embedded_store, stores
 

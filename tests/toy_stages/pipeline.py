@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from kfp import dsl
+
 from reflux.pipelines.compile import compile_to_text
 from reflux.pipelines.local_runner import StageResult, run_pipeline
-
 from toy_stages.brew.component import brew
 from toy_stages.brew.config import BrewConfig
 from toy_stages.pour.component import pour

@@ -22,10 +22,11 @@ if (HERE / "runtime").is_dir():
     sys.path.insert(0, str(HERE / "runtime"))
 
 import torch  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+
 from reflux.components.algorithms.low_bit import full_precision_activations  # noqa: E402
 from reflux.components.bundle import load_bundle, read_quant_config  # noqa: E402
 from reflux.components.outliers import counting_outliers  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
 
 
 def read_queries(path: Path, most: int) -> list[str]:

@@ -8,7 +8,6 @@ import time
 
 from reflux.components import progress
 from reflux.components.artifacts import Writer
-
 from toy_stages.brew.config import BrewConfig
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from reflux.components.artifacts import Artifact, Writer
-
 from toy_stages.pour.config import PourConfig
 
 
