@@ -135,7 +135,7 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
             layers.set_submodule(name, LowBitLinear(linear, scheme.weight_bits, scheme.group_size))
     model.policy, model.rounds_activations = policy, True
     if scheme.quantizes_activations:
-        model.model.register_forward_pre_hook(_remember_positions, with_kwargs=True)
+        model.model.register_forward_pre_hook(_look_up_scales(policy), with_kwargs=True)
         for site, module in site_modules(model).items():
             module.register_forward_pre_hook(_Rounding(model, scheme, site), with_kwargs=True)
     return model
@@ -181,16 +181,21 @@ class _Rounding:
     def round(self, x_BTD: torch.Tensor) -> torch.Tensor:
         if not self.model.rounds_activations:
             return x_BTD
-        policy = self.model.policy
-        scale_BT1 = None if policy is None else policy.main_scale(self.site, self.model.model.position_BT)
+        policy, scales = self.model.policy, self.model.model.main_scales
+        scale_BT1 = None if policy is None else scales[policy.index[self.site]][..., None]
         return self.quantizer(x_BTD, scale_BT1, self.bits)
 
 
-def _remember_positions(decoder: Any, args: tuple, kwargs: dict) -> None:
-    position_BT = kwargs.get("position_ids")
-    if position_BT is None:
-        raise ValueError("a low-bit model needs position_ids: its activation scales depend on the position")
-    decoder.position_BT = position_BT
+def _look_up_scales(policy: PositionTable | None) -> Any:
+    """Forward pre-hook of the decoder: the scales of all sites at this forward's positions, looked up once."""
+
+    def look_up(decoder: Any, args: tuple, kwargs: dict) -> None:
+        position_BT = kwargs.get("position_ids")
+        if position_BT is None:
+            raise ValueError("a low-bit model needs position_ids: its activation scales depend on the position")
+        decoder.main_scales = () if policy is None else policy.main_scales(position_BT).unbind()
+
+    return look_up
 
 
 @contextmanager

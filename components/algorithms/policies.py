@@ -51,9 +51,9 @@ class PositionTable(nn.Module):
         """[S, P, 2] the table as it is deployed."""
         return torch.stack([self.log_main_SP.detach().exp(), self.outlier_SP], dim=-1)
 
-    def main_scale(self, site: str, position_BT: torch.Tensor) -> torch.Tensor:
-        """[B, T, 1] main scale of `site` at each position; beyond the last knot its value holds."""
-        return interpolate(self.log_main_SP[self.index[site]].exp(), self.positions, position_BT)[..., None]
+    def main_scales(self, position_BT: torch.Tensor) -> torch.Tensor:
+        """[S, B, T] main scale of every site at each position; beyond the last knot its value holds."""
+        return interpolate(self.log_main_SP.exp(), self.positions, position_BT)
 
     def check(self) -> None:
         """ValueError naming the first site whose scale has left SCALE_RANGE or is not finite."""
@@ -68,13 +68,14 @@ class PositionTable(nn.Module):
             )
 
 
-def interpolate(values_P: torch.Tensor, knots_P: torch.Tensor, position_BT: torch.Tensor) -> torch.Tensor:
-    """[B, T] values at each position, linear between knots, constant beyond the last."""
+def interpolate(values_SP: torch.Tensor, knots_P: torch.Tensor, position_BT: torch.Tensor) -> torch.Tensor:
+    """[S, B, T] values at each position, linear between knots, constant beyond the last."""
     right_BT = torch.bucketize(position_BT.contiguous(), knots_P).clamp(max=len(knots_P) - 1)
     left_BT = (right_BT - 1).clamp(min=0)
     span_BT = (knots_P[right_BT] - knots_P[left_BT]).clamp(min=1)
-    share_BT = ((position_BT - knots_P[left_BT]) / span_BT).clamp(0, 1).to(values_P.dtype)
-    return values_P[left_BT] + share_BT * (values_P[right_BT] - values_P[left_BT])
+    share_BT = ((position_BT - knots_P[left_BT]) / span_BT).clamp(0, 1).to(values_SP.dtype)
+    left_SBT = values_SP[:, left_BT]
+    return left_SBT + share_BT * (values_SP[:, right_BT] - left_SBT)
 
 
 def nearest_knot(position_N: torch.Tensor, knots: tuple[int, ...] = KNOTS) -> torch.Tensor:

@@ -31,7 +31,7 @@ class CollectTracesConfig:
     """Longest answer, tokens; a longer one is cut and marked with the stop reason length."""
     max_prompt_tokens: int = 1024
     """Longest prompt, tokens after the chat template; longer ones are rejected, never cut."""
-    batch_size: int = 16
+    batch_size: int = 32
     """Prompts answered at once, and rows per shard. Part of the key: padding changes the last bits of the logits."""
     dtype: str = "float32"
     """float32 or bfloat16: precision in which the teacher runs."""

@@ -86,7 +86,7 @@ class DistillConfig:
     validation_traces: int = 8
     """Training traces kept back to validate on; held-out traces are evaluate's alone."""
 
-    rollout_batch: int = 16
+    rollout_batch: int = 32
     """Rollouts made at once, by the student as it stands; new ones when they are used up."""
     rollout_new_tokens: int = 96
     """Longest rollout, tokens."""

@@ -133,7 +133,7 @@ def test_activations_are_rounded_at_the_four_sites_by_the_scale_of_their_positio
             return plain(x_BTD, None, 4)
         rounded_BTD = torch.empty_like(x_BTD)
         for t in range(x_BTD.shape[1]):  # one token at a time: no grid sees another position
-            main = policy.main_scale(site, torch.tensor([[t]])).item()
+            main = policy.main_scales(torch.tensor([[t]]))[policy.index[site]].item()
             for b in range(len(x_BTD)):
                 codes = torch.arange(-7, 8)
                 points_P = torch.cat([codes * main, codes * max(x_BTD[b, t].abs().max().item() / 7, main)])

@@ -37,31 +37,31 @@ def test_interpolates_by_the_formula(knots: tuple[int, ...]):
     positions = sorted({*range(40), *knots, *(k + 1 for k in knots), 700, 1535, 2047, 2049, 10**6})
     for site in SITES:
         values = policy.scales()[policy.index[site], :, 0].tolist()
-        found = policy.main_scale(site, torch.tensor(positions)[None])
-        assert found.shape == (1, len(positions), 1)
+        found_SBT = policy.main_scales(torch.tensor(positions)[None])
+        assert found_SBT.shape == (len(SITES), 1, len(positions))
         expected = [literal(values, knots, position) for position in positions]
-        torch.testing.assert_close(found[0, :, 0], torch.tensor(expected), rtol=1e-5, atol=0)
+        torch.testing.assert_close(found_SBT[policy.index[site], 0], torch.tensor(expected), rtol=1e-5, atol=0)
 
 
 def test_positions_may_be_of_any_shape_and_layout():
     position_BT = torch.arange(12).reshape(3, 4)
     policy = table()
-    straight, turned = policy.main_scale(SITES[0], position_BT), policy.main_scale(SITES[0], position_BT.T)
-    assert torch.equal(straight.transpose(0, 1), turned)
+    straight_SBT, turned_STB = policy.main_scales(position_BT), policy.main_scales(position_BT.T)
+    assert torch.equal(straight_SBT.transpose(1, 2), turned_STB)
 
 
 def test_the_gradient_reaches_only_the_two_knots_around_a_position():
     assert KNOTS[5:7] == (16, 32)
     for position, share in ((16, {5: 1.0}), (20, {5: 0.75, 6: 0.25}), (24, {5: 0.5, 6: 0.5}), (10**6, {12: 1.0})):
         values_P = torch.rand(len(KNOTS)).requires_grad_()
-        interpolate(values_P, torch.tensor(KNOTS), torch.tensor([[position]])).sum().backward()
+        interpolate(values_P[None], torch.tensor(KNOTS), torch.tensor([[position]])).sum().backward()
         found = {i: g for i, g in enumerate(values_P.grad.tolist()) if g}
         assert found == pytest.approx(share)
 
 
 def test_the_gradient_of_one_site_leaves_the_others_alone():
     policy = table()
-    policy.main_scale(SITES[1], torch.tensor([[3]])).sum().backward()
+    policy.main_scales(torch.tensor([[3]]))[1].sum().backward()
     touched = policy.log_main_SP.grad.nonzero().tolist()
     assert touched == [[1, 2], [1, 3]]
     main = policy.scales()[1, :, 0]
