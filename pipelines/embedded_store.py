@@ -32,6 +32,8 @@ from typing import IO
 BUCKET = "reflux"
 READY_SECONDS = 30.0
 STOP_SECONDS = 20.0
+SERVER_MEMORY = "256MiB"
+"""Where the server's garbage collector begins to work harder (GOMEMLIMIT): the memory is needed for training."""
 _PORTS = [f"{part}.port{kind}" for part in ("s3", "master", "volume", "filer", "admin") for kind in ("", ".grpc")]
 
 
@@ -178,6 +180,7 @@ def _launch(folder: Path, program: Path, ports: dict[str, int]) -> None:
         subprocess.Popen(  # the shell writes the pid before it becomes the server: no moment in which nobody knows it
             ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(folder.absolute() / "server"), *command],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[lock.fileno()],
+            env={**os.environ, "GOMEMLIMIT": SERVER_MEMORY},
             start_new_session=True,  # Ctrl-C in the terminal is for the command, which still has to finish its writes
         )  # fmt: skip
 

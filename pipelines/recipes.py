@@ -87,7 +87,7 @@ def demo() -> Recipe:
     prompts, labels = "builtin:demo_prompts.jsonl", "builtin:demo_labels.jsonl"
     return Recipe(
         collect_traces=CollectTracesConfig(teacher=teacher, prompts_uri=prompts, max_new_tokens=96),
-        profile_kv=ProfileKvConfig(student_uri=student),
+        profile_kv=ProfileKvConfig(student_uri=student, cost_traces=2, cost_tokens=32),
         ingest_labels=IngestLabelsConfig(labels_uri=labels),
         distill=DistillConfig(
             teacher=teacher,
@@ -107,8 +107,8 @@ def demo() -> Recipe:
             rollout_new_tokens=64,
             checkpoint_every=12,
         ),
-        calibrate=CalibrateConfig(student_uri=student),
-        evaluate=EvaluateConfig(teacher=teacher, student_uri=student),
+        calibrate=CalibrateConfig(student_uri=student, check_traces=4),
+        evaluate=EvaluateConfig(teacher=teacher, student_uri=student, generations=3, generation_tokens=40),
     )
 
 
