@@ -98,17 +98,21 @@ def demo() -> Recipe:
             joint_policy_lr=5e-3,
             joint_student_lr=1e-4,
             finetune_steps=22,
-            finetune_policy_lr=2e-3,
+            finetune_policy_lr=5e-3,
             finetune_policy_every=2,
-            finetune_student_lr=2e-4,
+            finetune_student_lr=1.5e-4,
             rise_steps=1,
             micro_batch_sequences=2,
-            ema_decay=0.8,
+            ema_decay=0.85,
             rollout_new_tokens=64,
+            rollout_temperature=0.7,  # with top_p: how the student will be asked when it is deployed
+            rollout_top_p=0.9,
             checkpoint_every=12,
         ),
         calibrate=CalibrateConfig(student_uri=student, check_traces=4),
-        evaluate=EvaluateConfig(teacher=teacher, student_uri=student, generations=3, generation_tokens=40),
+        evaluate=EvaluateConfig(
+            teacher=teacher, student_uri=student, heldout_traces=0, generations=3, generation_tokens=40
+        ),
     )
 
 
