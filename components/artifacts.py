@@ -34,6 +34,10 @@ def verify(store: Store, stage: str, key: str) -> list[str]:
     return problems
 
 
+BESIDE_A_COPY = {"manifest.json", "store.json", "calibration_report.json"}
+"""Files of a bundle's folder that are not shards: what it is, where it belongs, what calibrate.py wrote there."""
+
+
 def verify_copy(folder: Path) -> list[str]:
     """The same for a folder that holds manifest.json and the shards under their names, as download_all writes them."""
     path = folder / "manifest.json"
@@ -53,7 +57,10 @@ def verify_copy(folder: Path) -> list[str]:
             actual = hashlib.file_digest(stream, "sha256").hexdigest()
         if actual != shard.sha256:
             problems.append(f"{file}: changed: sha256 {actual}, its manifest says {shard.sha256}")
-    return problems
+    known = {shard.name for shard in manifest.shards} | BESIDE_A_COPY
+    files = (file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    extra = sorted(name for file in files if (name := file.relative_to(folder).as_posix()) not in known)
+    return problems + [f"{folder / name}: is not in the manifest" for name in extra]
 
 
 def parents(artifact: Artifact) -> dict[str, Artifact]:

@@ -58,6 +58,13 @@ def context_length(path: Path) -> int:
     return int(config.max_position_embeddings)
 
 
+def layer_widths(path: Path) -> set[int]:
+    """Input channels of the decoder's linear layers, which groups of weights have to divide."""
+    config = AutoConfig.from_pretrained(_description(path), local_files_only=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {config.hidden_size, config.intermediate_size, config.num_attention_heads * head_dim}
+
+
 def chat_token_ids(tokenizer: Any, prompt: str) -> list[int]:
     """[P] the user's prompt after the chat template, ready for the answer's first token."""
     messages = [{"role": "user", "content": prompt}]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reflux.components import declare, models
+from reflux.components.algorithms.low_bit import FULL_PRECISION
 from reflux.components.collect_traces.prompts import load_prompts
 from reflux.components.evaluate.text import evaluation_text
 from reflux.components.records import Record, read_records, read_text_field
@@ -31,6 +32,10 @@ def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None 
     tokenizer = _same_tokenizer(teacher, student)
     context = models.context_length(teacher)
     _require_context(configs, context, models.context_length(student))
+    if distill.weight_bits < FULL_PRECISION:
+        for width in sorted(models.layer_widths(student)):
+            if width % distill.group_size:
+                raise ValueError(f"distill.group_size {distill.group_size}: must divide the student's {width} channels")
     if collect.top_k > len(tokenizer):
         raise ValueError(f"collect_traces.top_k {collect.top_k}: the teacher's vocabulary has {len(tokenizer)} tokens")
     prompts, rejected = load_prompts(

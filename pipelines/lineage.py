@@ -19,7 +19,7 @@ from rich.tree import Tree
 from reflux.components.artifacts import Artifact, ArtifactError, manifest_key, verify_copy
 from reflux.components.artifacts import verify as verify_objects
 from reflux.components.storage import Store
-from reflux.pipelines import runs, stores
+from reflux.pipelines import report, runs, stores
 
 WIDTH = 200  # a tree is cut at the console's width, and a file or a narrow terminal should still get all of it
 SHOWN_DIGEST = 19  # characters of "sha256:…" that the tree shows; --json has all of them
@@ -121,7 +121,13 @@ def _verify_run(folder: Path, record: runs.RunRecord, store: Store) -> Chain:
             chain.mismatches.append(
                 f"{folder / runs.RECORD}: {stage} is {found[stage]}, recorded is {recorded['digest']}"
             )
-    _compare_bundle(chain, folder / "bundle", store, record.artifacts["calibrate"]["key"])
+    keys = {node.stage: node.key for node in chain.artifacts.values()}
+    for stage, key in keys.items():
+        if record.artifacts[stage]["key"] != key:
+            chain.mismatches.append(f"{folder / runs.RECORD}: the key of {stage} is {key}, recorded is another")
+    if "calibrate" in keys:  # else what is missing is named already
+        _compare_bundle(chain, folder / "bundle", store, keys["calibrate"])
+    _compare_verdict(chain, folder, record, store)
     _compare_report(chain, folder / "report.html", store, record.artifacts["evaluate"]["key"])
     return chain
 
@@ -160,8 +166,17 @@ def _compare_bundle(chain: Chain, bundle: Path, store: Store, key: str) -> None:
     chain.mismatches += problems
     manifest = bundle / "manifest.json"
     name = manifest_key("calibrate", key)
-    if manifest.is_file() and store.exists(name) and store.read(name) != manifest.read_bytes() and not problems:
+    if manifest.is_file() and not problems and (not store.exists(name) or store.read(name) != manifest.read_bytes()):
         chain.mismatches.append(f"{manifest}: is not the manifest in the store, {store.uri}/{name}")
+
+
+def _compare_verdict(chain: Chain, folder: Path, record: runs.RunRecord, store: Store) -> None:
+    try:
+        verdict = report.from_artifact(store, record.run, record.artifacts["evaluate"]["key"])["verdict"]
+    except ArtifactError:  # named already
+        return
+    if record.verdict != verdict:
+        chain.mismatches.append(f"{folder / runs.RECORD}: the verdict is {verdict}, recorded is {record.verdict!r}")
 
 
 def _compare_report(chain: Chain, page: Path, store: Store, key: str) -> None:

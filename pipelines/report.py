@@ -30,13 +30,19 @@ def read(folder: Path) -> dict[str, Any]:
 
 def from_artifact(store: Store, run: str, key: str) -> dict[str, Any]:
     """The same from the artifact itself."""
-    metrics = json.loads(Artifact.open(store, "evaluate", key).file("metrics.json"))
+    scores = Artifact.open(store, "evaluate", key)
+    metrics = json.loads(scores.file("metrics.json"))
+    times = {row["scheme"]: row for row in scores.table("latencies").to_pylist()}
     return {
         "run": run,
         "verdict": metrics["verdict"],
-        "table": [{column: row[column] for column in COLUMNS} for row in metrics["table"]],
+        "table": [_ordered({**row, **times[row["scheme"]]}) for row in metrics["table"]],
         "gates": metrics["gates"],
     }
+
+
+def _ordered(row: dict[str, Any]) -> dict[str, Any]:
+    return {column: row[column] for column in COLUMNS}
 
 
 def machine_readable(result: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from dataclasses import asdict, replace
@@ -31,6 +32,7 @@ def run_recipe(recipe_name: str, recipe: recipes.Recipe, ref: stores.StoreRef, *
 
     ValueError or OSError for what is wrong beforehand; StageError if a stage fails.
     """
+    runs.check_name(name)
     configs = {stage: getattr(recipe, stage) for stage in recipes.STAGES}
     _set_defaults(data_dir)
     with stores.opened(ref, create=True) as (opened, environment):
@@ -59,13 +61,18 @@ def _run_stages(
 ) -> runs.RunRecord:
     """The record with every stage's artifact; run.json has each as soon as it is committed."""
 
+    before = runs.read(folder).status if (folder / runs.RECORD).exists() else ""
+    keep = before == "finished"  # a finished record stands until the repetition is finished as well
+
     def note(stage: str, result: StageResult) -> None:
         record.artifacts[stage] = {"key": result.key, "digest": result.digest}
-        runs.write(folder, record)
+        if not keep:
+            runs.write(folder, record)
 
-    continued = (folder / runs.RECORD).exists()
-    click.echo(f"run {record.run} {'continues' if continued else 'begins'}, store {record.store.described()}")
-    runs.write(folder, record)
+    verb = {"": "begins", "finished": "is repeated"}.get(before, "continues")
+    click.echo(f"run {record.run} {verb}, store {record.store.described()}")
+    if not keep:
+        runs.write(folder, record)
     tracking.begin_pipeline(record.run, {"recipe": record.recipe, "store": record.store.uri, **_sources(recipe)})
     status = "KILLED"
     try:
@@ -80,7 +87,8 @@ def _run_stages(
         return record
     except StageError:
         status = "FAILED"
-        runs.write(folder, replace(record, status="failed"))
+        if not keep:
+            runs.write(folder, replace(record, status="failed"))
         raise
     finally:
         if status != "FINISHED":
@@ -125,7 +133,8 @@ def _print_end(folder: Path, record: runs.RunRecord, table: dict[str, Any]) -> N
 def _mlflow_command() -> str:
     """What opens the tracking UI, written so that it works without an activated environment."""
     program = Path(sys.executable).with_name("mlflow")
-    return f"{program if program.exists() else 'mlflow'} ui --backend-store-uri {os.environ['MLFLOW_TRACKING_URI']}"
+    name = str(program) if program.exists() else "mlflow"
+    return shlex.join([name, "ui", "--backend-store-uri", os.environ["MLFLOW_TRACKING_URI"]])
 
 
 def _sources(recipe: recipes.Recipe) -> dict[str, str]:

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from reflux.pipelines import stores
+from reflux.pipelines import recipes, stores
 
 RECORD = "run.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -58,7 +58,10 @@ def read(folder: Path) -> RunRecord:
     path = folder / RECORD
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return RunRecord(**{**content, "store": stores.from_json(content["store"])})
+        record = RunRecord(**{**content, "store": stores.from_json(content["store"])})
+        if record.status == "finished":
+            _ = [record.artifacts[stage]["key"] for stage in recipes.STAGES]
+        return record
     except FileNotFoundError:
         raise ValueError(f"{folder}: not a run ({RECORD} is missing)") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -74,15 +77,19 @@ def find(text: str, data_dir: Path) -> Path:
     raise ValueError(f"run {text!r}: no such folder, and no run of that name in {data_dir / 'runs'} (newest: {known})")
 
 
+def check_name(name: str) -> None:
+    """ValueError unless `name` can be a run's: it becomes a folder. "" lets the run be named for it."""
+    if name and not _NAME.fullmatch(name):
+        raise ValueError(f"--name {name!r}: letters, digits, '.', '_' and '-' are allowed, at most 100")
+
+
 @contextmanager
 def claimed(data_dir: Path, recipe: str, config_digest: str, name: str = "") -> Iterator[Path]:
     """The folder to work in, locked during the block: the unfinished run of this configuration, or a new one.
 
-    ValueError if `name` is not a name, is being worked on, or belongs to another configuration.
+    ValueError if `name` is being worked on, or belongs to another configuration.
     """
     if name:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"--name {name!r}: letters, digits, '.', '_' and '-' are allowed, at most 100")
         folder = data_dir / "runs" / name
         if (folder / RECORD).exists() and read(folder).config_digest != config_digest:
             raise ValueError(

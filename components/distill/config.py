@@ -10,6 +10,7 @@ STAGE_VERSION = "1"
 
 OBJECTIVES = ("beta_jsd", "forward_kl", "reverse_kl")
 EXPORTS = ("ema", "last")
+ACTIVATIONS = ("dual", "plain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,13 @@ class DistillConfig:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"distill.objective {self.objective!r}: allowed are {', '.join(OBJECTIVES)}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"distill.activation {self.activation!r}: allowed are {', '.join(ACTIVATIONS)}")
+        for name in ("weight_bits", "activation_bits"):
+            if getattr(self, name) not in (*range(2, 9), 16):
+                raise ValueError(f"distill.{name} {getattr(self, name)}: allowed are 2 to 8, or 16 for not quantised")
+        if self.group_size < 1:
+            raise ValueError(f"distill.group_size {self.group_size}: must be at least 1")
         if self.export not in EXPORTS:
             raise ValueError(f"distill.export {self.export!r}: allowed are {', '.join(EXPORTS)}")
         if self.export == "ema" and not self.ema_decay:

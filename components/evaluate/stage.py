@@ -23,7 +23,7 @@ from .gate import gaps_closed, gates
 from .heldout import Trace, heldout_traces
 from .measure import WARM_UP_TOKENS
 from .row import Row
-from .summary import summarize, tracked_metrics
+from .summary import summarize, tracked_metrics, without_times
 from .text import evaluation_text
 
 
@@ -104,5 +104,6 @@ def _write(scores: Writer, rows: list[Row], prompts: list[Trace], summary: dict[
         scores.write_table(name, pa.Table.from_pylist(records, schema=schema), schema)
     latencies = pa.Table.from_pylist([row.latencies() for row in rows], schema=LATENCIES)
     scores.write_table("latencies", latencies, LATENCIES, measured=True)
-    scores.write_file("metrics.json", json.dumps(summary, indent=2, allow_nan=False).encode(), measured=True)
+    content = json.dumps(without_times(summary), indent=2, allow_nan=False)
+    scores.write_file("metrics.json", content.encode())
     scores.write_file("report.html", page.encode(), measured=True)

@@ -1,5 +1,5 @@
-"""metrics.json: everything that was found, for machines. `reflux report --json` prints its table, the page is made of
-it.
+"""metrics.json: everything that was found, for machines. `reflux report --json` prints its table with the latencies,
+the page is made of it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from .text import EvaluationText
 
 FORMAT = "reflux.evaluate/1"
 """Changes when a field is renamed or changes its meaning; new fields may come without."""
+
+
+MEASURED = ("latency_p50_ms", "latency_p95_ms")
+"""Columns of the table that are times; they stand in the table `latencies`."""
 
 
 def summarize(
@@ -48,6 +52,12 @@ def summarize(
         "sources": sources,
         "config": asdict(config),
     }
+
+
+def without_times(summary: dict[str, Any]) -> dict[str, Any]:
+    """What a repetition gives again, and what the artifact's digest therefore covers: all but the latencies."""
+    table = [{name: row[name] for name in row if name not in MEASURED} for row in summary["table"]]
+    return {**summary, "table": table}
 
 
 def tracked_metrics(summary: dict[str, Any]) -> dict[str, float]:

@@ -150,7 +150,7 @@ def test_tables_and_files_are_written_times_apart_from_content(scores: Artifact)
     assert latencies.schema.equals(LATENCIES)
     assert latencies["latency_of"].to_pylist() == ["deployed", *["simulated"] * 4]
     measured = {shard.name for shard in scores.shards() if shard.measured}
-    assert measured == {"latencies", "metrics.json", "report.html"}
+    assert measured == {"latencies", "report.html"}
 
 
 def test_metrics_json_and_report_tell_the_same(made: Run, scores: Artifact):

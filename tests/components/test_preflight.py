@@ -71,6 +71,17 @@ def test_a_missing_model(configs: dict[str, Any], store: Store, tmp_path: Path, 
         preflight.check(with_model(configs, field, tmp_path / "nowhere"), store)
 
 
+def test_groups_that_do_not_fill_the_layers(configs: dict[str, Any], store: Store) -> None:
+    with pytest.raises(ValueError, match=r"distill.group_size 48: must divide the student's 64 channels"):
+        preflight.check(changed(configs, "distill", group_size=48), store)
+
+
+@pytest.mark.parametrize(("field", "value"), [("weight_bits", 99), ("activation_bits", 1), ("activation", "triple")])
+def test_a_quantiser_that_does_not_exist(configs: dict[str, Any], field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"distill.{field} .*{value}.*: allowed are"):
+        changed(configs, "distill", **{field: value})
+
+
 def test_a_folder_that_is_no_model(configs: dict[str, Any], store: Store, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "readme.txt").write_text("no model")

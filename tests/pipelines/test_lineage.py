@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from finished_run import PARENTS, make
 
+from reflux.components.provenance import from_bytes, to_bytes
 from reflux.pipelines import runs
 from reflux.pipelines.__main__ import cli
 
@@ -76,7 +79,7 @@ def test_every_changed_object_is_named(run: Path) -> None:
     """One byte at the start, the middle or the end of each object of the store, one at a time."""
     store = Path(runs.read(run).store.uri)
     objects = sorted(path for path in store.rglob("*") if path.is_file())
-    assert len(objects) == 6 * 3 + 1 + 2
+    assert len(objects) == 6 * 3 + 1 + 3
     for path in objects:
         size = path.stat().st_size
         for at in (0, size // 2, size - 1):
@@ -100,6 +103,52 @@ def test_every_changed_file_outside_the_store_is_named(run: Path) -> None:
             assert str(path) in result.stderr, (path, target)
         change_a_byte(path, path.stat().st_size // 2)
     assert lineage(run).exit_code == 0
+
+
+def test_a_file_that_nobody_recorded_is_named(run: Path) -> None:
+    """A bundle ships code: what lies beside it must not go unnoticed."""
+    extra = run / "bundle" / "runtime" / "sitecustomize.py"
+    extra.parent.mkdir()
+    extra.write_text("print('hello')")
+    for target in (run, run / "bundle"):
+        result = lineage(target)
+        assert result.exit_code == 1
+        assert f"{extra}: is not in the manifest" in result.stderr
+
+
+@pytest.mark.parametrize("stage", ["calibrate", "distill"])
+def test_a_record_that_points_elsewhere_is_named(run: Path, stage: str) -> None:
+    record = runs.read(run)
+    record.artifacts[stage]["key"] = "0" * 64
+    runs.write(run, record)
+    result = lineage(run)
+    assert result.exit_code == 1
+    assert f"the key of {stage}" in result.stderr
+
+
+def test_a_bundle_whose_manifest_the_store_does_not_have_is_named(run: Path) -> None:
+    """Its files and its manifest agree with each other, but not with the run."""
+    other = make(run.parents[2] / "other", name="demo-2")
+    (run / "bundle" / "model.safetensors").write_bytes(b"forged")
+    manifest = from_bytes((other / "bundle" / "manifest.json").read_bytes(), "other")
+    forged = hashlib.sha256(b"forged").hexdigest()
+    shards = tuple(
+        replace(shard, sha256=forged, object=shard.object.replace(shard.sha256, forged))
+        if shard.name == "model.safetensors"
+        else shard
+        for shard in manifest.shards
+    )
+    (run / "bundle" / "manifest.json").write_bytes(to_bytes(replace(manifest, shards=shards)))
+    result = lineage(run)
+    assert result.exit_code == 1
+    assert "is not the manifest in the store" in result.stderr
+
+
+def test_a_changed_verdict_is_named(run: Path) -> None:
+    runs.write(run, replace(runs.read(run), verdict="fail"))
+    result = lineage(run)
+    assert result.exit_code == 1
+    assert "the verdict is pass, recorded is 'fail'" in result.stderr
 
 
 def test_a_missing_object_is_named(run: Path) -> None:
