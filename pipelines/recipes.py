@@ -86,7 +86,7 @@ def demo() -> Recipe:
     teacher = student = SMOLLM2
     prompts, labels = "builtin:demo_prompts.jsonl", "builtin:demo_labels.jsonl"
     return Recipe(
-        collect_traces=CollectTracesConfig(teacher=teacher, prompts_uri=prompts, max_new_tokens=64),
+        collect_traces=CollectTracesConfig(teacher=teacher, prompts_uri=prompts, max_new_tokens=80),
         profile_kv=ProfileKvConfig(student_uri=student, profiled_traces=16, cost_traces=2, cost_tokens=32),
         ingest_labels=IngestLabelsConfig(labels_uri=labels),
         distill=DistillConfig(
@@ -97,18 +97,17 @@ def demo() -> Recipe:
             joint_steps=1,
             joint_policy_lr=5e-3,
             joint_student_lr=1e-4,
-            finetune_steps=16,
+            finetune_steps=22,
             finetune_policy_lr=5e-3,
             finetune_policy_every=2,
-            finetune_student_lr=1.5e-4,
+            finetune_student_lr=3e-4,
             rise_steps=1,
             micro_batch_sequences=2,
             ema_decay=0.85,
             rollout_new_tokens=64,
             rollout_temperature=0.7,  # with top_p: how the student will be asked when it is deployed
             rollout_top_p=0.9,
-            rollout_batch=24,
-            checkpoint_every=9,
+            checkpoint_every=12,
         ),
         calibrate=CalibrateConfig(student_uri=student, check_traces=4),
         evaluate=EvaluateConfig(
