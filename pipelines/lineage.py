@@ -80,11 +80,7 @@ def verify(text: str, *, expect: str = "", store: str = "", endpoint: str = "", 
             chain = _verify_bundle(bundle, opened)
     else:
         folder = runs.find(text, data_dir)
-        record = runs.read(folder)
-        if record.status != "finished":
-            raise ValueError(
-                f"run {record.run} is {record.status}: its lineage has no root yet; run the same command again"
-            )
+        record = runs.read_finished(folder, "root of its lineage")
         with stores.opened(_store(store, endpoint, data_dir) or record.store) as (opened, _):
             chain = _verify_run(folder, record, opened)
     if expect and expect != chain.root:

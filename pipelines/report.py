@@ -21,9 +21,7 @@ COLUMNS = (
 
 def read(folder: Path) -> dict[str, Any]:
     """{"run", "verdict", "table": [{scheme, …}], "gates"} of a finished run. ValueError if it is not finished."""
-    record = runs.read(folder)
-    if record.status != "finished":
-        raise ValueError(f"run {record.run} is {record.status}: it has no table yet; run the same command again")
+    record = runs.read_finished(folder, "table")
     with stores.opened(record.store) as (store, _):
         return from_artifact(store, record.run, record.artifacts["evaluate"]["key"])
 

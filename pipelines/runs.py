@@ -58,14 +58,22 @@ def read(folder: Path) -> RunRecord:
     path = folder / RECORD
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        record = RunRecord(**{**content, "store": stores.from_json(content["store"])})
-        if record.status == "finished":
-            _ = [record.artifacts[stage]["key"] for stage in recipes.STAGES]
-        return record
+        return RunRecord(**{**content, "store": stores.from_json(content["store"])})
     except FileNotFoundError:
         raise ValueError(f"{folder}: not a run ({RECORD} is missing)") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
+
+
+def read_finished(folder: Path, wanted: str) -> RunRecord:
+    """The record of a finished run. ValueError if it is unfinished, so that there is no `wanted`, or incomplete."""
+    record = read(folder)
+    if record.status != "finished":
+        raise ValueError(f"run {record.run} is {record.status}: it has no {wanted} yet; run the same command again")
+    missing = [stage for stage in recipes.STAGES if "key" not in record.artifacts.get(stage, {})]
+    if missing:
+        raise ValueError(f"{folder / RECORD}: cannot be read (it names no artifact of {', '.join(missing)})")
+    return record
 
 
 def find(text: str, data_dir: Path) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from finished_run import METRICS, ROW, make
+from finished_run import METRICS, ROW, TIMES, make
 
 from reflux.pipelines import runs
 from reflux.pipelines.__main__ import cli
@@ -21,7 +21,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_json_is_what_scripts_expect(run: Path) -> None:
     result = CliRunner().invoke(cli, ["report", str(run), "--json"])
     assert result.exit_code == 0, result.output
-    table = [{"scheme": row["scheme"], **ROW} for row in METRICS["table"]]
+    table = [{"scheme": row["scheme"], **ROW, **TIMES} for row in METRICS["table"]]
     assert json.loads(result.stdout) == {"run": "demo-1", "verdict": "pass", "table": table}
 
 
@@ -52,3 +52,14 @@ def test_what_a_store_holds_and_for_whom(run: Path) -> None:
     assert sum(row["bytes"] for row in rows) == sum(path.stat().st_size for path in files)
     assert sum(row["objects"] for row in rows) == len(files)
     assert "demo-1" in CliRunner().invoke(cli, arguments).output
+
+
+@pytest.mark.parametrize("command", ["report", "lineage"])
+def test_a_record_without_a_stage_is_refused_by_name(run: Path, tmp_path: Path, command: str) -> None:
+    record = runs.read(run)
+    (tmp_path / "half").mkdir()
+    artifacts = {stage: value for stage, value in record.artifacts.items() if stage != "calibrate"}
+    runs.write(tmp_path / "half", runs.RunRecord(**{**vars(record), "artifacts": artifacts}))
+    result = CliRunner().invoke(cli, [command, str(tmp_path / "half")])
+    assert result.exit_code == 2
+    assert "it names no artifact of calibrate" in result.output
