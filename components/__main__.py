@@ -6,7 +6,8 @@
 
 STAGE is a folder of reflux.components, or the dotted package of a stage that lives elsewhere. What all stages share is
 here and nowhere else: open and check the inputs, fetch and digest the sources, reuse what is already made, run, commit,
-track. A wrong input is one line and exit code 2 (REFLUX_TRACEBACK=1 shows where); anything else keeps its traceback.
+track. A wrong input is one line and exit code 2, a store or MLflow that does not answer one line and exit code 75
+(EX_TEMPFAIL: the same call may succeed later); REFLUX_TRACEBACK=1 shows where. Anything else keeps its traceback.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ def main(arguments: list[str]) -> int:
     try:
         component = load(package)
         execute(package, component, parse(component, flags))
-    except (ValueError, StoreError) as error:
+    except (ValueError, StoreError, ConnectionError) as error:
         if "REFLUX_TRACEBACK" in os.environ:
             raise
         print(f"reflux {stage}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return WRONG_INPUT
+        return WRONG_INPUT if isinstance(error, ValueError) else os.EX_TEMPFAIL
     except KeyboardInterrupt:
         print(f"reflux {stage}: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED

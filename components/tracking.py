@@ -161,7 +161,7 @@ class StageRun:
 
 
 def _connect() -> tuple[Any, str]:
-    """A client and the experiment's id. ValueError if MLflow cannot be reached."""
+    """A client and the experiment's id. ConnectionError if MLflow cannot be reached."""
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
@@ -180,7 +180,9 @@ def _connect() -> tuple[Any, str]:
                 raise
             return client, experiment.experiment_id
     except Exception as error:
-        raise ValueError(f"MLFLOW_TRACKING_URI {public_uri(uri)}: MLflow cannot be used ({_line(error)})") from error
+        raise ConnectionError(
+            f"MLFLOW_TRACKING_URI {public_uri(uri)}: MLflow cannot be used ({_line(error)})"
+        ) from error
 
 
 def _artifact_folder(tracking_uri: str) -> str | None:

@@ -109,7 +109,8 @@ def run(
     try:
         passed = run_recipe(recipe, full, ref, data_dir=data_dir, name=name)
     except StageError as error:
-        raise click.ClickException(f"stage {error}\n{CONTINUES}") from error
+        advice = f"\n{CONTINUES}" if error.may_pass else ""
+        raise click.ClickException(f"stage {error}{advice}") from error
     except KeyboardInterrupt:
         click.echo(f"interrupted. {CONTINUES}", err=True)
         sys.exit(INTERRUPTED)

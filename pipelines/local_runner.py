@@ -51,11 +51,13 @@ class StageResult:
 
 
 class StageError(Exception):
-    """A stage failed. `stage` names it, `message` is what it said itself."""
+    """A stage failed. `stage` names it, `message` is what it said itself, `code` is its exit code (-N: by signal N)."""
 
-    def __init__(self, stage: str, message: str) -> None:
+    def __init__(self, stage: str, message: str, code: int) -> None:
         super().__init__(f"{stage}: {message}")
         self.stage, self.message = stage, message
+        # killed or interrupted (a shell and a container say 128 + N), or an outage: the same stage can still succeed
+        self.may_pass = code < 0 or code > 128 or code == os.EX_TEMPFAIL
 
 
 @dataclass
@@ -140,7 +142,7 @@ class StageHandler(subprocess_task_handler.SubprocessTaskHandler):
         code, tail = _run_stage([sys.executable, *self.full_command[1:]], _session)
         seconds = time.monotonic() - began
         if code != 0:
-            _session.failure = StageError(name, _reason(code, tail, name))
+            _session.failure = StageError(name, _reason(code, tail, name), code)
             return Status.FAILURE
         result = _session.results[name] = _result(executor_input, seconds)
         _session.on_finished(name, result)
@@ -190,7 +192,7 @@ def _reason(code: int, tail: list[str], stage: str) -> str:
     """The stage's own message where it gave one, else the last line of its traceback, else how it died."""
     if code < 0:
         hint = " (out of memory, or killed by hand)" if -code == signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-code).name}{hint}; the same command goes on from its last checkpoint"
+        return f"killed by {signal.Signals(-code).name}{hint}"
     own = f"reflux {stage}: "
     for line in reversed(tail):
         if line.startswith(own):

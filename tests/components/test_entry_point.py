@@ -138,6 +138,9 @@ def test_as_a_process(tmp_path: Path) -> None:
     failed = as_process(brew_flags(tmp_path, "--fault", "value"))
     assert failed.returncode == 2
     assert failed.stderr.splitlines() == ["reflux brew: brew.leaves: too old, from 2 to 5 days are allowed"]
+    away = as_process(brew_flags(tmp_path, "--fault", "outage"))
+    assert away.returncode == os.EX_TEMPFAIL
+    assert away.stderr.splitlines() == ["reflux brew: store s3://pantry: no answer"]
     crashed = as_process(brew_flags(tmp_path, "--fault", "crash"))
     assert crashed.returncode == 1
     assert "Traceback" in crashed.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def test_unusable_tracking_is_one_clear_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/nowhere/mlflow.db")
-    assert brew(tmp_path) == 2
+    assert brew(tmp_path) == os.EX_TEMPFAIL
     assert "reflux brew: MLFLOW_TRACKING_URI" in capsys.readouterr().err
 
 

@@ -55,18 +55,20 @@ def test_two_stages_leave_artifacts(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "message", "may_pass"),
     [
-        ("value", "brew: brew.leaves: too old, from 2 to 5 days are allowed"),
-        ("crash", "brew: exit code 1: RuntimeError: the pot broke"),
-        ("kill", "brew: killed by SIGKILL"),
+        ("value", "brew: brew.leaves: too old, from 2 to 5 days are allowed", False),
+        ("crash", "brew: exit code 1: RuntimeError: the pot broke", False),
+        ("outage", "brew: store s3://pantry: no answer", True),
+        ("kill", "brew: killed by SIGKILL", True),
     ],
 )
-def test_a_failing_stage_speaks_for_itself(tmp_path: Path, fault: str, message: str) -> None:
+def test_a_failing_stage_speaks_for_itself(tmp_path: Path, fault: str, message: str, may_pass: bool) -> None:
     with pytest.raises(StageError) as caught:
         party(tmp_path, fault=fault)
     assert str(caught.value).startswith(message)
     assert caught.value.stage == "brew"
+    assert caught.value.may_pass == may_pass, "only then is it worth telling people to repeat the command"
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
     assert kfp_config.LocalExecutionConfig.instance is None  # kfp is left as it was

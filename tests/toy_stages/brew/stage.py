@@ -8,6 +8,7 @@ import time
 
 from reflux.components import progress
 from reflux.components.artifacts import Writer
+from reflux.components.storage import StoreError
 from toy_stages.brew.config import BrewConfig
 
 
@@ -24,6 +25,8 @@ def run(config: BrewConfig, *, tea: Writer) -> dict[str, float]:
         raise ValueError("brew.leaves: too\nold, from 2 to 5 days are allowed")
     if config.fault == "crash":
         raise RuntimeError("the pot broke")
+    if config.fault == "outage":
+        raise StoreError("store s3://pantry: no answer")
     if config.fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if config.fault == "sleep":
