@@ -24,7 +24,8 @@ from reflux.components.storage import S3Settings, Store
 from reflux.pipelines import recipes, report, runs, stores
 from reflux.pipelines.compile import compile_to_text
 from reflux.pipelines.distillation import distillation
-from reflux.pipelines.local_runner import StageError, StageResult, run_pipeline
+from reflux.pipelines.local_session import StageError, StageResult, run_pipeline
+from reflux.pipelines.process_runner import in_processes
 
 
 def run_recipe(recipe_name: str, recipe: recipes.Recipe, ref: stores.StoreRef, *, data_dir: Path, name: str) -> bool:
@@ -80,7 +81,7 @@ def _run_stages(
             compile_to_text(distillation(recipe)),
             {"store": record.store.uri, "run": record.run},
             root=folder / "kfp",
-            environment=environment,
+            runner=in_processes(environment),
             on_finished=note,
         )
         status = "FINISHED"

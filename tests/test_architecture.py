@@ -22,7 +22,14 @@ FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("
 DECLARATION = "reflux.components.declare"
 # what a person who submits runs does not have; only the code of containers may import it
 CONTAINER_ONLY = {"torch", "triton", "pyarrow", "mlflow", "transformers", "boto3", "safetensors"}
-SUBMIT_ONLY = ["distillation.py", "compile.py", "recipes.py", "local_runner.py", "stage_output.py"]
+SUBMIT_ONLY = [
+    "distillation.py",
+    "compile.py",
+    "recipes.py",
+    "local_session.py",
+    "process_runner.py",
+    "stage_output.py",
+]
 # checks a run's inputs before any stage starts, with the very code that would stop the stage
 READS_STAGES = {"preflight.py"}
 

@@ -6,7 +6,8 @@ from typing import Any
 from kfp import dsl
 
 from reflux.pipelines.compile import compile_to_text
-from reflux.pipelines.local_runner import StageResult, run_pipeline
+from reflux.pipelines.local_session import Runner, StageResult, run_pipeline
+from reflux.pipelines.process_runner import in_processes
 from toy_stages.brew.component import brew
 from toy_stages.brew.config import BrewConfig
 from toy_stages.pour.component import pour
@@ -23,8 +24,9 @@ def tea_party(**values: Any) -> Any:
     return pipeline
 
 
-def party(root: Path, **brew: Any) -> dict[str, StageResult]:
+def party(root: Path, *, runner: Runner | None = None, **brew: Any) -> dict[str, StageResult]:
     leaves = root / "python3 leaves.txt"
     leaves.write_text("assam")
     arguments = {"store": str(root / "store"), "run": "r1", "leaves": str(leaves)}
-    return run_pipeline(compile_to_text(tea_party(**brew)), arguments, root=root / "kfp")
+    runner = runner or in_processes()
+    return run_pipeline(compile_to_text(tea_party(**brew)), arguments, root=root / "kfp", runner=runner)

@@ -1,4 +1,4 @@
-"""The embedded runner: real declared components through kfp.local, and the internals of kfp that this leans on."""
+"""Stages as processes: real declared components through kfp.local, and the internals of kfp that this leans on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toy_stages.pipeline import party
 
 from reflux.components.artifacts import Artifact
 from reflux.components.storage import Store
-from reflux.pipelines.local_runner import StageError
+from reflux.pipelines.local_session import StageError
 
 TESTS = Path(__file__).parents[1]
 COMMAND = ["python3", "-m", "reflux.components", "toy_stages.brew", "--executor-input", '{"x": "/lib/python3.11/m"}']
@@ -140,7 +140,7 @@ def in_terminal(command: list[str]) -> str:
 
 
 class TestContractWithKfp:
-    """What local_runner.py overrides exists, and is still needed. If a test fails here, read that module anew."""
+    """What process_runner.py overrides exists, and is still needed. If a test fails here, read that module anew."""
 
     def test_version(self) -> None:
         assert version("kfp").startswith("2.17."), kfp.__version__
