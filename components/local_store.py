@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, BinaryIO
 
 from pyarrow import fs
 
-from reflux.components.storage import CHUNK_BYTES, Store, StoreError, checked_key
+from reflux.components.storage import CHUNK_BYTES, Entry, Store, StoreError, checked_key
 
 _PARTIAL = ".partial"  # folder of unfinished writes: same file system as the objects, and no object itself
 _ATTEMPTS = 3
@@ -37,6 +38,11 @@ class LocalStore(Store):
         with self._explained(key):
             return fs.LocalFileSystem().open_input_file(str(self.path(key)))
 
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        with self._explained(key), self.path(key).open("rb") as stream:
+            stream.seek(start)
+            return stream.read(length)
+
     def write_stream(self, key: str, stream: BinaryIO) -> None:
         with self._explained(key):
             self._put(key, stream, os.replace)
@@ -56,19 +62,34 @@ class LocalStore(Store):
                 return False
             return True
 
-    def sizes(self, prefix: str = "") -> dict[str, int]:
+    def entries(self, prefix: str = "") -> dict[str, Entry]:
         prefix = prefix.strip("/")
         start = self.path(prefix) if prefix else self.root
         with self._explained(prefix):
             if start.is_file():
-                return {prefix: start.stat().st_size}
+                return {prefix: _entry(start)}
             found = {}
             for folder, folders, names in os.walk(start):
                 folders[:] = [name for name in folders if Path(folder, name) != self.root / _PARTIAL]
                 for path in (Path(folder, name) for name in names):
                     with suppress(FileNotFoundError):  # another process removed it since the folder was read
-                        found[path.relative_to(self.root).as_posix()] = path.stat().st_size
+                        found[path.relative_to(self.root).as_posix()] = _entry(path)
             return dict(sorted(found.items()))
+
+    def now_s(self) -> float:
+        return time.time()
+
+    def unfinished(self) -> dict[str, Entry]:
+        found = {}
+        with self._explained(_PARTIAL):
+            for path in sorted((self.root / _PARTIAL).glob("*")):
+                with suppress(FileNotFoundError):  # it was finished in between
+                    found[path.name] = _entry(path)
+        return found
+
+    def discard(self, name: str) -> None:
+        with self._explained(name):
+            (self.root / _PARTIAL / Path(checked_key(name)).name).unlink(missing_ok=True)
 
     def size(self, key: str) -> int:
         with self._explained(key):
@@ -116,6 +137,11 @@ class LocalStore(Store):
             raise FileNotFoundError(f"store {self.where}: no object {key}") from error
         except OSError as error:
             raise StoreError(f"store {self.where}: {key or 'root'}: {error.strerror}") from error
+
+
+def _entry(path: Path) -> Entry:
+    stat = path.stat()
+    return Entry(bytes=stat.st_size, modified_s=stat.st_mtime, version=f"{stat.st_ino}-{stat.st_mtime_ns}")
 
 
 def _tolerate_others(_function: Any, _path: str, failure: tuple[Any, BaseException, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A store in S3 or a server that speaks it: boto3 for objects and conditional writes, pyarrow for random access.
+"""A store in S3 or a server that speaks it, through boto3: every operation outlives a store that is away for a while.
 
 The server has to decide conditional writes atomically, as AWS and SeaweedFS do. OpenStack Swift looks for the object
 before it takes the new one, so two writers at the same moment can both succeed: let one run at a time write there.
@@ -7,120 +7,199 @@ before it takes the new one, so two writers at the same moment can both succeed:
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from dataclasses import replace
+from email.utils import parsedate_to_datetime
+from typing import Any, BinaryIO, TypeVar
 
 import boto3
-from boto3.exceptions import Boto3Error
-from boto3.s3.transfer import TransferConfig
+import pyarrow as pa
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 from pyarrow import fs
 
-from reflux.components.storage import CHUNK_BYTES, S3Settings, Store, StoreError, checked_key
+from reflux.components import s3_upload
+from reflux.components.s3_errors import (
+    CHANGED,
+    FAILURES,
+    MISSING,
+    NO_UPLOAD,
+    Patience,
+    code,
+    explanation,
+    patiently,
+    transient,
+)
+from reflux.components.s3_file import RangeFile
+from reflux.components.storage import CHUNK_BYTES, Entry, S3Settings, Store, StoreError, checked_key
 
-_ATTEMPTS = 4  # of one request or of one stalled stream: bounded, so that a dead endpoint is an error within a minute
-_SINGLE_PUT_BYTES = 16 << 20
-_MISSING = {"404", "NoSuchKey", "NotFound"}
-_EXISTS = {"412", "PreconditionFailed"}
-_CONFLICT = {"409", "ConditionalRequestConflict"}  # another conditional write is under way: its outcome decides
+CONNECT_S, SILENT_S = 5, 60  # the longest wait for a connection, and for the next byte of an answer
+FIRST_CONTACT_S = 2.0  # a store that is looked at before any work is done gets little patience: it may be mistyped
+_WRITER = "reflux-writer"  # metadata of conditionally written objects: whose it is
+_CHANGED = ClientError({"Error": {"Code": "PreconditionFailed", "Message": "another version"}}, "GetObject")
+T = TypeVar("T")
 
 
 class S3Store(Store):
     def __init__(self, bucket: str, prefix: str, settings: S3Settings) -> None:
         if not bucket:
             raise ValueError("store s3://: a bucket is missing; allowed is s3://bucket/prefix")
-        self.bucket, self.settings = bucket, settings
+        self.bucket, self.settings, self._prefix = bucket, settings, prefix
         self._root = f"{checked_key(prefix)}/" if prefix else ""
         self.uri = f"s3://{bucket}/{prefix}".rstrip("/")
         self.where = f"{self.uri} at {settings.endpoint or 'AWS'}"
         self._client = _client(settings)
+        self._bucket_seen = False
 
     def chunks(self, key: str) -> Iterator[bytes]:
+        patience, position, version, total = self._patience(), 0, None, -1
         with self._explained(key):
-            answer = self._client.get_object(**self._name(key))
-        position, total, version, failures = 0, answer["ContentLength"], answer["ETag"], 0
-        while True:
-            try:
-                with self._explained(key):
+            while True:
+                try:
+                    pinned = {"Range": f"bytes={position}-", "IfMatch": version} if version else {}
+                    answer = self._client.get_object(**self._name(key), **pinned)
+                    if version is None:
+                        version, total = answer["ETag"], answer["ContentLength"]
+                    _require_version(answer, version)
                     for chunk in answer["Body"].iter_chunks(CHUNK_BYTES):
                         position += len(chunk)
+                        patience.renew()
                         yield chunk
-                return
-            except StoreError:  # the stream broke off: go on where it stood, in the same version of the object
-                failures += 1
-                if position == total or failures == _ATTEMPTS:
-                    raise
-            with self._explained(key):
-                answer = self._client.get_object(**self._name(key), Range=f"bytes={position}-", IfMatch=version)
+                    return
+                except FAILURES as error:  # go on where it stood, in the same version of the object
+                    if position == total and transient(error):
+                        return
+                    patience.wait(error)
 
     def open_input(self, key: str) -> Any:
-        self.size(key)  # pyarrow's own message for a missing object names neither endpoint nor store
-        with self._explained(key):
-            return _filesystem(self.settings).open_input_file(f"{self.bucket}/{self._root}{checked_key(key)}")
+        head = self._head(key)
+
+        def fetch(start: int, length: int) -> bytes:
+            return self._range(key, start, length, head["ETag"])
+
+        return pa.PythonFile(RangeFile(int(head["ContentLength"]), fetch), mode="r")
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        return self._range(key, start, length, None)
 
     def write_stream(self, key: str, stream: BinaryIO) -> None:
-        options = TransferConfig(
-            multipart_threshold=_SINGLE_PUT_BYTES, multipart_chunksize=CHUNK_BYTES, max_concurrency=4
-        )
         with self._explained(key):
-            name = self._name(key)
-            self._client.upload_fileobj(stream, name["Bucket"], name["Key"], Config=options)
+            s3_upload.upload(self._client, self._name(key), stream, self._patience, lambda: self.sha256(key))
 
     def write(self, key: str, data: bytes) -> None:
-        with self._explained(key):
-            self._client.put_object(**self._name(key), Body=data)
+        self._ask(key, lambda: self._client.put_object(**self._name(key), Body=data))
 
     def create(self, key: str, data: bytes) -> bool:
-        for attempt in range(_ATTEMPTS):
-            try:
-                with self._explained(key):
-                    self._client.put_object(**self._name(key), Body=data, IfNoneMatch="*")
-                return True
-            except StoreError as error:
-                code = _code(error.__cause__)
-                if code in _EXISTS:
-                    return False
-                if code not in _CONFLICT or attempt == _ATTEMPTS - 1:
-                    raise
-                time.sleep(0.2 * 2**attempt)
-        raise AssertionError("unreachable")
+        patience, writer, repeated = self._patience(), uuid.uuid4().hex, False
+        with self._explained(key):
+            while True:
+                try:
+                    self._client.put_object(
+                        **self._name(key), Body=data, IfNoneMatch="*", Metadata={_WRITER: writer}
+                    )  # fmt: skip
+                    return True
+                except FAILURES as error:
+                    if code(error) in CHANGED:  # taken; by ourselves, if it was only the answer that got lost
+                        return repeated and self._head(key)["Metadata"].get(_WRITER) == writer
+                    patience.wait(error)
+                    repeated = True
 
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        return {key: entry["Size"] for key, entry in self.entries(prefix).items()}
-
-    def entries(self, prefix: str = "") -> dict[str, dict[str, Any]]:
-        """Key -> S3's listing entry (Size, ETag, …) of the objects at `prefix` or below `prefix/`."""
+    def entries(self, prefix: str = "") -> dict[str, Entry]:
         prefix = prefix.strip("/")
+        found: dict[str, Entry] = {}
+        at: dict[str, str] = {}
+        while True:
+            page = self._ask(
+                prefix,
+                lambda at=at: self._client.list_objects_v2(Bucket=self.bucket, Prefix=self._root + prefix, **at),
+            )
+            for entry in page.get("Contents", []):
+                key = entry["Key"].removeprefix(self._root)
+                if not prefix or key == prefix or key.startswith(f"{prefix}/"):
+                    modified_s = entry["LastModified"].timestamp()
+                    found[key] = Entry(bytes=entry["Size"], modified_s=modified_s, version=entry["ETag"])
+            if not page.get("IsTruncated"):
+                return dict(sorted(found.items()))
+            at = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def now_s(self) -> float:
+        answer = self._ask("", lambda: self._client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
+        return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+
+    def unfinished(self) -> dict[str, Entry]:
+        pages = self._client.get_paginator("list_multipart_uploads")
         found = {}
-        with self._explained(prefix):
-            for page in self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.bucket, Prefix=self._root + prefix
-            ):
-                for entry in page.get("Contents", []):
-                    key = entry["Key"].removeprefix(self._root)
-                    if not prefix or key == prefix or key.startswith(f"{prefix}/"):
-                        found[key] = entry
+        for page in self._ask("", lambda: [*pages.paginate(Bucket=self.bucket, Prefix=self._root)]):
+            for entry in page.get("Uploads", []):
+                name = f"{entry['Key'].removeprefix(self._root)}?{entry['UploadId']}"
+                found[name] = Entry(bytes=0, modified_s=entry["Initiated"].timestamp(), version=entry["UploadId"])
         return dict(sorted(found.items()))
 
+    def discard(self, name: str) -> None:
+        key, _, upload_id = name.rpartition("?")
+        try:
+            patiently(
+                lambda: self._client.abort_multipart_upload(**self._name(key), UploadId=upload_id), self._patience()
+            )
+        except FAILURES as error:
+            if code(error) not in NO_UPLOAD:  # it was finished or removed in between
+                with self._explained(key):
+                    raise
+
     def size(self, key: str) -> int:
-        with self._explained(key):
-            return int(self._client.head_object(**self._name(key))["ContentLength"])
+        return int(self._head(key)["ContentLength"])
 
     def delete(self, key: str) -> None:
-        with self._explained(key):
-            self._client.delete_object(**self._name(key))
+        self._ask(key, lambda: self._client.delete_object(**self._name(key)))
 
     def delete_prefix(self, prefix: str) -> None:
-        keys = [key for key in self.sizes(prefix) if key != prefix.strip("/")]
-        with self._explained(prefix):
-            for start in range(0, len(keys), 1000):  # S3's limit for one request
-                names = [{"Key": self._root + key} for key in keys[start : start + 1000]]
-                answer = self._client.delete_objects(Bucket=self.bucket, Delete={"Objects": names, "Quiet": True})
-                for refusal in answer.get("Errors", []):
-                    raise StoreError(f"store {self.where}: cannot delete {refusal['Key']} ({refusal.get('Code')})")
+        keys = [key for key in self.entries(prefix) if key != prefix.strip("/")]
+        for start in range(0, len(keys), 1000):  # S3's limit for one request
+            names = [{"Key": self._root + key} for key in keys[start : start + 1000]]
+            self._ask(prefix, lambda names=names: self._delete_all(names))
+
+    def check_writable(self) -> None:
+        if self.settings.patience_s > FIRST_CONTACT_S:
+            hasty = replace(self.settings, patience_s=FIRST_CONTACT_S)
+            return S3Store(self.bucket, self._prefix, hasty).check_writable()
+        return super().check_writable()
+
+    def _delete_all(self, names: list[dict[str, str]]) -> None:
+        answer = self._client.delete_objects(Bucket=self.bucket, Delete={"Objects": names, "Quiet": True})
+        for refusal in answer.get("Errors", []):
+            raise ClientError({"Error": refusal}, f"delete of {refusal.get('Key')}")
+
+    def _head(self, key: str) -> Any:
+        try:
+            return self._ask(key, lambda: self._client.head_object(**self._name(key)))
+        except StoreError as error:
+            if code(error.__cause__) not in ("400", "403"):
+                raise
+            # the answer to a HEAD has no body, so it cannot say whether the key, its token or its rights are wrong
+            self._ask(key, lambda: self._client.get_object(**self._name(key), Range="bytes=0-0"))
+            raise
+
+    def _range(self, key: str, start: int, length: int, version: str | None) -> bytes:
+        pinned = {"IfMatch": version} if version else {}
+        span = f"bytes={start}-{start + length - 1}"
+
+        def fetch() -> bytes:
+            answer = self._client.get_object(**self._name(key), Range=span, **pinned)
+            _require_version(answer, version or answer["ETag"])
+            return answer["Body"].read()
+
+        return self._ask(key, fetch)
+
+    def _ask(self, key: str, operation: Callable[[], T]) -> T:
+        with self._explained(key):
+            answer = patiently(operation, self._patience())
+            self._bucket_seen = True
+            return answer
+
+    def _patience(self) -> Patience:
+        return Patience(self.settings.patience_s, self.where)
 
     def _name(self, key: str) -> dict[str, str]:
         return {"Bucket": self.bucket, "Key": self._root + checked_key(key)}
@@ -129,41 +208,50 @@ class S3Store(Store):
     def _explained(self, key: str) -> Iterator[None]:
         try:
             yield
-        except (ClientError, BotoCoreError, Boto3Error) as error:
-            code = _code(error) or _code(error.__cause__)
-            if code in _MISSING:
+        except FAILURES as error:
+            missing = code(error) in MISSING
+            if missing and self._bucket_exists():
                 raise FileNotFoundError(f"store {self.where}: no object {key}") from error
-            raise StoreError(f"store {self.where}: {key or 'root'}: {error}") from error
+            reason = explanation(error, "NoSuchBucket" if missing else "")
+            raise StoreError(f"store {self.where}: {key or 'root'}: {reason}") from error
+
+    def _bucket_exists(self) -> bool:
+        """Told apart only when an object is missing before any was seen: S3 answers both with 404."""
+        if not self._bucket_seen:
+            try:
+                patiently(lambda: self._client.head_bucket(Bucket=self.bucket), self._patience())
+            except FAILURES as error:
+                if code(error) in MISSING:
+                    return False
+            self._bucket_seen = True
+        return True
 
 
-def _code(error: BaseException | None) -> str:
-    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
+def arrow_filesystem(settings: S3Settings) -> fs.S3FileSystem:
+    """pyarrow's own access to the same server, for notebooks that read shards without reflux's checks."""
+    return fs.S3FileSystem(
+        **settings.arrow_options(),
+        connect_timeout=CONNECT_S,
+        request_timeout=SILENT_S,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=10),
+    )
+
+
+def _require_version(answer: Any, version: str) -> None:
+    """Some servers do not know If-Match."""
+    if answer["ETag"] != version:
+        raise _CHANGED
 
 
 @functools.lru_cache(maxsize=8)
 def _client(settings: S3Settings) -> Any:
     return boto3.client(
         "s3",
-        endpoint_url=settings.endpoint,
-        region_name=settings.region,
-        aws_access_key_id=settings.access_key,
-        aws_secret_access_key=settings.secret_key,
-        aws_session_token=settings.session_token,
+        **settings.boto3_options(),
         config=Config(
-            retries={"total_max_attempts": _ATTEMPTS, "mode": "standard"},
-            connect_timeout=5,
-            read_timeout=60,
-            s3={"addressing_style": "path"},  # custom endpoints have no DNS name per bucket
+            retries={"total_max_attempts": 1, "mode": "standard"},  # s3_errors.Patience is the one policy
+            connect_timeout=CONNECT_S,
+            read_timeout=SILENT_S,
+            s3={"addressing_style": settings.addressing},
         ),
-    )
-
-
-@functools.lru_cache(maxsize=8)
-def _filesystem(settings: S3Settings) -> Any:
-    return fs.S3FileSystem(
-        endpoint_override=settings.endpoint,
-        region=settings.region,
-        access_key=settings.access_key,
-        secret_key=settings.secret_key,
-        session_token=settings.session_token,
     )

@@ -110,7 +110,7 @@ def _fetch_s3(uri: str, settings: S3Settings, cache: Path) -> Path:
     if not chosen:
         raise ValueError(f"source {public_uri(uri)}: no object of that name and none below it")
     # the listing names the version, so that a changed object is fetched again and an unchanged one is not
-    version = [[name, entry["ETag"], entry["Size"]] for name, entry in sorted(chosen.items())]
+    version = [[name, entry.version, entry.bytes] for name, entry in sorted(chosen.items())]
     folder = cache / sha256_hex(canonical([settings.endpoint, bucket, version]))[:32]
     name = key.rpartition("/")[2] or bucket
     if not folder.exists():

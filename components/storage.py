@@ -1,8 +1,7 @@
 """One object store for every stage: a plain directory or S3, with the same names, guarantees and errors.
 
 A store is a root URI; keys are '/'-separated names below it. Two guarantees carry the artifacts: a written object is
-whole or absent, and `create` lets exactly one of several writers succeed. pyarrow, boto3 and MLflow read different
-environment variables (pyarrow ignores AWS_ENDPOINT_URL), so all three are fed from one `S3Settings`.
+whole or absent, and `create` lets exactly one of several writers succeed. How S3 is reached says `S3Settings`.
 """
 
 from __future__ import annotations
@@ -12,12 +11,16 @@ import os
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
+
+from reflux.components.s3_settings import S3Settings
+
+__all__ = ["CHUNK_BYTES", "Entry", "S3Settings", "Store", "StoreError", "checked_key"]
 
 CHUNK_BYTES = 8 << 20  # of one read, write or multipart part; bounds the memory of streams
 _SEGMENT = re.compile(r"[^\x00-\x1f\x7f/\\]+")
@@ -28,50 +31,14 @@ class StoreError(OSError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class S3Settings:
-    """How to reach S3. What is None is left to the client's own search (instance roles, profiles)."""
+class Entry:
+    """What a listing says of an object."""
 
-    endpoint: str | None = None
-    region: str = "us-east-1"  # custom servers ignore it, but signing needs one
-    access_key: str | None = field(default=None, repr=False)
-    secret_key: str | None = field(default=None, repr=False)
-    session_token: str | None = field(default=None, repr=False)
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> S3Settings:
-        """The AWS_* variables; AWS_ENDPOINT_URL_S3 and AWS_REGION win over AWS_ENDPOINT_URL and AWS_DEFAULT_REGION."""
-        return cls(
-            endpoint=environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or None,
-            region=environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1",
-            access_key=environ.get("AWS_ACCESS_KEY_ID") or None,
-            secret_key=environ.get("AWS_SECRET_ACCESS_KEY") or None,
-            session_token=environ.get("AWS_SESSION_TOKEN") or None,
-        )
-
-    @classmethod
-    def of_store(cls, environ: Mapping[str, str] = os.environ) -> S3Settings:
-        """REFLUX_STORE_* where a store has an endpoint of its own, so that sources keep AWS_*; else AWS_*."""
-        endpoint = environ.get("REFLUX_STORE_ENDPOINT_URL")
-        if not endpoint:
-            return cls.from_env(environ)
-        names = ("REFLUX_STORE_ACCESS_KEY_ID", "REFLUX_STORE_SECRET_ACCESS_KEY")
-        return cls(endpoint=endpoint, access_key=environ.get(names[0]), secret_key=environ.get(names[1]))
-
-    def env(self) -> dict[str, str]:
-        """The variables from which `from_env` reads these settings in another process."""
-        names = {
-            "AWS_ENDPOINT_URL": self.endpoint,
-            "AWS_REGION": self.region,
-            "AWS_DEFAULT_REGION": self.region,
-            "AWS_ACCESS_KEY_ID": self.access_key,
-            "AWS_SECRET_ACCESS_KEY": self.secret_key,
-            "AWS_SESSION_TOKEN": self.session_token,
-        }
-        return {name: value for name, value in names.items() if value}
-
-    def mlflow_env(self) -> dict[str, str]:
-        """The same for MLflow, which prefers its own name for the endpoint."""
-        return self.env() | ({"MLFLOW_S3_ENDPOINT_URL": self.endpoint} if self.endpoint else {})
+    bytes: int
+    modified_s: float
+    """Unix time, by the clock of `Store.now_s`."""
+    version: str
+    """Another one means another content; the same one, most likely the same."""
 
 
 class Store(ABC):
@@ -103,7 +70,11 @@ class Store(ABC):
 
     @abstractmethod
     def open_input(self, key: str) -> Any:
-        """A pyarrow NativeFile with random access."""
+        """A pyarrow NativeFile with random access. StoreError, when it is read, if the object was replaced since."""
+
+    @abstractmethod
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        """Some bytes of an object."""
 
     @abstractmethod
     def write_stream(self, key: str, stream: BinaryIO) -> None:
@@ -118,8 +89,20 @@ class Store(ABC):
         """Store an object if there is none of that name, else False. Of several writers exactly one gets True."""
 
     @abstractmethod
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Key -> bytes of the objects at `prefix` or below `prefix/`, in order of their keys."""
+    def entries(self, prefix: str = "") -> dict[str, Entry]:
+        """Key -> what is known of the objects at `prefix` or below `prefix/`, in order of their keys."""
+
+    @abstractmethod
+    def now_s(self) -> float:
+        """Unix time by the clock that dates the objects."""
+
+    @abstractmethod
+    def unfinished(self) -> dict[str, Entry]:
+        """Writes that were begun and not ended, under names for `discard`: running ones, and what a kill left."""
+
+    @abstractmethod
+    def discard(self, name: str) -> None:
+        """Remove an unfinished write. Its writer, if it still lives, fails."""
 
     @abstractmethod
     def size(self, key: str) -> int:
@@ -165,6 +148,10 @@ class Store(ABC):
             self.write_stream(key, hashing)  # type: ignore[arg-type]
         return hashing.digest.hexdigest()
 
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Key -> bytes of the objects at `prefix` or below `prefix/`, in order of their keys."""
+        return {key: entry.bytes for key, entry in self.entries(prefix).items()}
+
     def exists(self, key: str) -> bool:
         try:
             self.size(key)
@@ -174,7 +161,7 @@ class Store(ABC):
 
     def list(self, prefix: str = "") -> list[str]:
         """Keys at `prefix` or below `prefix/`, sorted."""
-        return [*self.sizes(prefix)]
+        return [*self.entries(prefix)]
 
     def check_writable(self) -> None:
         """StoreError if it cannot be written, read or listed, or lets two writers create one object."""
@@ -182,7 +169,8 @@ class Store(ABC):
         try:
             outcome = [self.create(key, b"1"), self.create(key, b"2"), self.read(key), self.list(key)]
         except OSError as error:
-            raise StoreError(f"store {self.where}: not writable ({error.__cause__ or error})") from error
+            reason = str(error).removeprefix(f"store {self.where}: ")
+            raise StoreError(f"store {self.where}: not writable ({reason})") from error
         finally:
             with suppress(OSError):
                 self.delete(key)

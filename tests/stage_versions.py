@@ -33,7 +33,11 @@ CARRIERS = {
         "local_store",
         "progress",
         "provenance",
+        "s3_errors",
+        "s3_file",
+        "s3_settings",
         "s3_store",
+        "s3_upload",
         "sources",
         "storage",
     )
