@@ -26,6 +26,11 @@ def manifest_key(stage: str, key: str) -> str:
     return f"{artifact_folder(stage, key)}/manifest.json"
 
 
+def place(store: Store, key: str) -> str:
+    """Where an object lies, as people write and copy it: the path in a directory, else the URI."""
+    return str(store.path(key)) if isinstance(store, LocalStore) else f"{store.uri}/{key}"
+
+
 class Artifact:
     """A committed artifact. A name means the shard of that name and every shard below `name/`, in name order."""
 
@@ -41,7 +46,7 @@ class Artifact:
     @classmethod
     def open(cls, store: Store, stage: str, key: str) -> Artifact:
         """The artifact committed at stage and key. ArtifactError if there is none or its manifest was changed."""
-        name = f"{store.uri}/{manifest_key(stage, key)}"
+        name = place(store, manifest_key(stage, key))
         try:
             artifact = cls(store, store.read(manifest_key(stage, key)), name)
         except FileNotFoundError as error:
@@ -56,12 +61,17 @@ class Artifact:
         given = cls(store, manifest_bytes, "the manifest that was handed over")
         committed = cls.open(store, given.stage, given.key)
         if committed.bytes != manifest_bytes:
-            raise ArtifactError(f"{committed.uri}: is not the manifest that was handed over, of {given.digest}")
+            raise ArtifactError(f"{committed.place}: is not the manifest that was handed over, of {given.digest}")
         return committed
 
     @property
     def uri(self) -> str:
         return f"{self.store.uri}/{manifest_key(self.stage, self.key)}"
+
+    @property
+    def place(self) -> str:
+        """The same for messages."""
+        return place(self.store, manifest_key(self.stage, self.key))
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -102,7 +112,9 @@ class Artifact:
         first, *rest = self._some(name)
         for shard in rest:
             if shard.metadata != first.metadata:
-                raise ArtifactError(f"{self.uri}: shards {first.name} and {shard.name} carry different schema metadata")
+                raise ArtifactError(
+                    f"{self.place}: shards {first.name} and {shard.name} carry different schema metadata"
+                )
         return dict(first.metadata)
 
     def file(self, name: str) -> bytes:
@@ -121,12 +133,14 @@ class Artifact:
     def _some(self, name: str) -> list[Shard]:
         if found := self.shards(name):
             return found
-        raise ArtifactError(f"{self.uri}: has no shard {name!r}; it has {[shard.name for shard in self.record.shards]}")
+        raise ArtifactError(
+            f"{self.place}: has no shard {name!r}; it has {[shard.name for shard in self.record.shards]}"
+        )
 
     def _one(self, name: str) -> Shard:
         found = self._some(name)
         if found[0].name != name:  # a name sorts before those below it
-            raise ArtifactError(f"{self.uri}: {name!r} is several shards; ask for one of {[s.name for s in found]}")
+            raise ArtifactError(f"{self.place}: {name!r} is several shards; ask for one of {[s.name for s in found]}")
         return found[0]
 
     @contextmanager
@@ -172,10 +186,10 @@ def _missing_named(store: Store, shard: Shard) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise ArtifactError(f"{store.uri}/{shard.object}: missing (shard {shard.name})") from error
+        raise ArtifactError(f"{place(store, shard.object)}: missing (shard {shard.name})") from error
 
 
 def _require(store: Store, shard: Shard, sha256: str) -> None:
     if sha256 != shard.sha256:
-        name = f"{store.uri}/{shard.object}"
+        name = place(store, shard.object)
         raise ArtifactError(f"{name}: changed (shard {shard.name}): sha256 {sha256}, its manifest says {shard.sha256}")

@@ -19,7 +19,14 @@ from typing import Any
 import pyarrow as pa
 
 from reflux.components import environment, tables
-from reflux.components.artifact_reader import Artifact, artifact_folder, manifest_key, read_verified, verify_object
+from reflux.components.artifact_reader import (
+    Artifact,
+    artifact_folder,
+    manifest_key,
+    place,
+    read_verified,
+    verify_object,
+)
 from reflux.components.canonical import canonical, sha256_hex
 from reflux.components.checkpoints import Checkpoints
 from reflux.components.provenance import (
@@ -132,7 +139,7 @@ class Writer:
     def pending_table(self, name: str) -> pa.Table:
         """Read back a table of this attempt."""
         if not self.done(name):
-            raise ArtifactError(f"{self.store.uri}/{self._folder}: this attempt has written no shard {name!r}")
+            raise ArtifactError(f"{place(self.store, self._folder)}: this attempt has written no shard {name!r}")
         return tables.read(name, pa.BufferReader(read_verified(self.store, self._shards[name])), None)
 
     def save_checkpoint(self, step: int, files: Mapping[str, Path]) -> None:
@@ -160,12 +167,12 @@ class Writer:
         artifact = Artifact.open(self.store, self.stage, self.key)
         if absent := _absent(artifact):
             raise ArtifactError(
-                f"{artifact.uri}: was committed before, objects it lists are missing ({', '.join(absent)}), and making "
-                f"them again gave others; remove {self._folder} from the store to make the artifact anew"
+                f"{artifact.place}: was committed before, objects it lists are missing ({', '.join(absent)}), and "
+                f"making them again gave others; remove {self._folder} from the store to make the artifact anew"
             )
         if not created and artifact.digest != manifest.digest:
             message = "%s: another attempt was first with %s; this one made %s, which is dropped"
-            log.warning(message, artifact.uri, artifact.digest, manifest.digest)
+            log.warning(message, artifact.place, artifact.digest, manifest.digest)
         self.store.delete_prefix(f"{self._folder}/pending")
         self._checkpoints.clear()
         return artifact

@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from reflux.components.artifact_reader import Artifact, manifest_key, verify_object
+from reflux.components.artifact_reader import Artifact, manifest_key, place, verify_object
 from reflux.components.artifact_writer import Writer
 from reflux.components.provenance import ArtifactError, Shard, from_bytes
 from reflux.components.storage import Store
 
-__all__ = ["Artifact", "ArtifactError", "Shard", "Writer", "manifest_key", "parents", "verify", "verify_copy"]
+__all__ = ["Artifact", "ArtifactError", "Shard", "Writer", "manifest_key", "parents", "place", "verify", "verify_copy"]
 
 
 def verify(store: Store, stage: str, key: str) -> list[str]:
@@ -70,6 +70,6 @@ def parents(artifact: Artifact) -> dict[str, Artifact]:
         found[name] = Artifact.open(artifact.store, parent.stage, parent.key)
         if found[name].digest != parent.digest:
             raise ArtifactError(
-                f"{found[name].uri}: is {found[name].digest}, but {artifact.uri} was made from {parent.digest}"
+                f"{found[name].place}: is {found[name].digest}, but {artifact.place} was made from {parent.digest}"
             )
     return found

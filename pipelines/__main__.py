@@ -29,6 +29,9 @@ DATA_DIR = click.option(
 STORE = click.option(
     "--store", metavar="embedded|DIR|s3://…", default="embedded", show_default=True, help="Where artifacts are kept."
 )
+OTHER_STORE = click.option(
+    "--store", metavar="embedded|DIR|s3://…", default="", help="Instead of the store that the run or bundle records."
+)
 ENDPOINT = click.option("--endpoint", metavar="URL", default="", help="Of an S3 server other than AWS.")
 RECIPE = click.option("--recipe", metavar="NAME", required=True, help="A named run, e.g. demo.")
 SETTINGS = click.option(
@@ -121,13 +124,15 @@ def run(
 @cli.command()
 @click.argument("run")
 @AS_JSON
+@OTHER_STORE
+@ENDPOINT
 @DATA_DIR
-def report(run: str, as_json: bool, data_dir: Path) -> None:
+def report(run: str, as_json: bool, store: str, endpoint: str, data_dir: Path) -> None:
     """The table of RUN, a run's folder or name: every scheme beside the full-precision model."""
     from reflux.pipelines import report as reports
-    from reflux.pipelines import runs
+    from reflux.pipelines import runs, stores
 
-    result = reports.read(runs.find(run, data_dir))
+    result = reports.read(runs.find(run, data_dir), stores.given(store, endpoint, data_dir))
     click.echo(reports.machine_readable(result)) if as_json else reports.show(result)
 
 
@@ -149,17 +154,20 @@ def compile_(recipe: str, output: Path | None, settings: tuple[str, ...], config
     text = compile_to_text(distillation(_recipe(recipe, config, {}, settings)))
     if output is None:
         click.echo(text, nl=False)
-    else:
+        return
+    try:
         output.write_text(text, encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"--output {output}: there is no folder {output.parent}; make it first") from None
+    except OSError as error:
+        raise ValueError(f"--output {output}: cannot be written ({error.strerror})") from None
 
 
 @cli.command()
 @click.argument("run_or_bundle")
 @AS_JSON
 @click.option("--expect", metavar="sha256:…", default="", help="The digest that the root must have.")
-@click.option(
-    "--store", metavar="embedded|DIR|s3://…", default="", help="Instead of the store that the run or bundle records."
-)
+@OTHER_STORE
 @ENDPOINT
 @DATA_DIR
 def lineage(run_or_bundle: str, as_json: bool, expect: str, store: str, endpoint: str, data_dir: Path) -> None:
@@ -202,8 +210,9 @@ def store() -> None:
 @DATA_DIR
 def start(data_dir: Path) -> None:
     """Start it or join it, print how to reach it, and keep it up until Ctrl-C or `reflux store stop`."""
-    from reflux.pipelines import embedded_store
+    from reflux.pipelines import embedded_store, runs
 
+    runs.require_writable(data_dir)
     folder = (data_dir / "store").absolute()
     with embedded_store.keeping(folder) as server:
         click.echo(f"endpoint: {server.endpoint}\nbucket: {embedded_store.BUCKET}\nkeys: in {folder / 's3.json'}")

@@ -12,12 +12,11 @@ import re
 import shutil
 import sqlite3
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from reflux.pipelines import embedded_store, stores
+from reflux.pipelines import embedded_store, runs, stores
 
 MEMORY_GIB = 6.0  # what the demo is allowed to take
 DISK_GIB = 5.0  # model, checkpoints and objects of a few demo runs
@@ -50,6 +49,8 @@ def examine(store: str, endpoint: str, data_dir: Path) -> Iterator[Finding]:
     for name, check in checks.items():
         try:
             yield check()
+        except (ValueError, OSError) as error:  # written for people
+            yield Finding(check=name, status="fail", found=str(error))
         except Exception as error:  # whatever a broken installation raises, it is this check's finding
             yield Finding(check=name, status="fail", found=f"{type(error).__name__}: {error}")
 
@@ -187,6 +188,8 @@ def _teacher() -> Finding:
 
 def _store(store: str, endpoint: str, data_dir: Path) -> Finding:
     ref, _ = stores.choose(store, endpoint, data_dir)
+    if ref.kind == "embedded":
+        runs.require_writable(data_dir)
     with stores.opened(ref, create=True) as (opened, _):
         opened.check_writable()
     return Finding(check="store", status="ok", found=f"{ref.described()} takes writes")
@@ -198,14 +201,13 @@ def _mlflow(data_dir: Path) -> Finding:
         return Finding(check="mlflow", status="ok", found=f"runs go to {uri} (MLFLOW_TRACKING_URI)")
     database = data_dir / "mlflow.db"
     if not database.exists():
-        data_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=data_dir):
-            return Finding(check="mlflow", status="ok", found=f"{database} will be made by the first run")
+        runs.require_writable(data_dir)
+        return Finding(check="mlflow", status="ok", found=f"{database} will be made by the first run")
     connection = sqlite3.connect(database, timeout=5)
     try:
         connection.execute("BEGIN IMMEDIATE")  # takes the write lock, writes nothing
-        runs = connection.execute("SELECT count(*) FROM runs").fetchone()[0]
+        count = connection.execute("SELECT count(*) FROM runs").fetchone()[0]
         connection.rollback()
     finally:
         connection.close()
-    return Finding(check="mlflow", status="ok", found=f"{database} with {runs} runs")
+    return Finding(check="mlflow", status="ok", found=f"{database} with {count} runs")

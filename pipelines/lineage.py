@@ -7,21 +7,22 @@ out of the store (RUN/bundle/, RUN/report.html) are compared with the manifests 
 
 from __future__ import annotations
 
-import hashlib
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 from rich.tree import Tree
 
-from reflux.components.artifacts import Artifact, ArtifactError, manifest_key, verify_copy
+from reflux.components.artifacts import Artifact, ArtifactError, verify_copy
 from reflux.components.artifacts import verify as verify_objects
 from reflux.components.storage import Store
-from reflux.pipelines import report, runs, stores
+from reflux.pipelines import runs, stores, written_out
 
 WIDTH = 200  # a tree is cut at the console's width, and a file or a narrow terminal should still get all of it
+_SHA256 = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 SHOWN_DIGEST = 19  # characters of "sha256:…" that the tree shows; --json has all of them
 
 
@@ -58,6 +59,8 @@ class Chain:
     """digest -> artifact"""
     mismatches: list[str] = field(default_factory=list)
     """One line each, naming the object."""
+    opened: dict[tuple[str, str], Artifact | None] = field(default_factory=dict)
+    """stage and key -> the artifact, None where it cannot be read: each is verified once, whoever names it."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -73,19 +76,26 @@ def verify(text: str, *, expect: str = "", store: str = "", endpoint: str = "", 
 
     Whatever does not match is in `Chain.mismatches`. `store` replaces the recorded one.
     """
-    bundle = Path(text)
+    expect, other, bundle = _digest(expect), stores.given(store, endpoint, data_dir), Path(text)
     if (bundle / "manifest.json").is_file():
-        ref = _store(store, endpoint, data_dir) or stores.read_beside(bundle)
-        with stores.opened(ref) as (opened, _):
+        with stores.opened(other or stores.read_beside(bundle)) as (opened, _):
             chain = _verify_bundle(bundle, opened)
     else:
         folder = runs.find(text, data_dir)
         record = runs.read_finished(folder, "root of its lineage")
-        with stores.opened(_store(store, endpoint, data_dir) or record.store) as (opened, _):
+        with stores.opened(other or record.store) as (opened, _):
             chain = _verify_run(folder, record, opened)
     if expect and expect != chain.root:
         chain.mismatches.append(f"root: is {chain.root}, expected was {expect}")
     return chain
+
+
+def _digest(text: str) -> str:
+    """A digest as people copy it, with or without `sha256:` before it. ValueError unless it is a whole one."""
+    match = _SHA256.fullmatch(text.strip().lower())
+    if text and not match:
+        raise ValueError(f"--expect {text}: sha256: and 64 hexadecimal digits are expected, as `root:` is printed")
+    return f"sha256:{match[1]}" if match else ""
 
 
 def show(chain: Chain) -> None:
@@ -102,29 +112,18 @@ def show(chain: Chain) -> None:
         console.print(
             f"verified: {len(chain.artifacts)} artifacts, {objects} objects, every digest matches", style="green"
         )
-
-
-def _store(store: str, endpoint: str, data_dir: Path) -> stores.StoreRef | None:
-    return stores.choose(store, endpoint, data_dir)[0] if store else None
+        console.print("not in any digest: the recipe's name, settings, where sources and store lie", style="dim")
 
 
 def _verify_run(folder: Path, record: runs.RunRecord, store: Store) -> Chain:
     chain = Chain(root=record.root)
-    _visit(chain, store, "evaluate", record.artifacts["evaluate"]["key"], record.root, "run.json")
-    found = {node.stage: node.digest for node in chain.artifacts.values()}
-    for stage, recorded in record.artifacts.items():
-        if stage in found and found[stage] != recorded["digest"]:
-            chain.mismatches.append(
-                f"{folder / runs.RECORD}: {stage} is {found[stage]}, recorded is {recorded['digest']}"
-            )
-    keys = {node.stage: node.key for node in chain.artifacts.values()}
-    for stage, key in keys.items():
-        if record.artifacts[stage]["key"] != key:
-            chain.mismatches.append(f"{folder / runs.RECORD}: the key of {stage} is {key}, recorded is another")
-    if "calibrate" in keys:  # else what is missing is named already
-        _compare_bundle(chain, folder / "bundle", store, keys["calibrate"])
-    _compare_verdict(chain, folder, record, store)
-    _compare_report(chain, folder / "report.html", store, record.artifacts["evaluate"]["key"])
+    _visit(chain, store, _Named("evaluate", record.artifacts["evaluate"]["key"], record.root), "run.json")
+    found = {artifact.stage: artifact for artifact in chain.opened.values() if artifact is not None}
+    chain.mismatches += written_out.compare_record(folder / runs.RECORD, record, found, store)
+    if "calibrate" in found:  # else what is missing is named already
+        chain.mismatches += written_out.compare_bundle(folder / "bundle", store, found["calibrate"].key)
+    if "evaluate" in found:
+        chain.mismatches += written_out.compare_report(folder / "report.html", found["evaluate"])
     return chain
 
 
@@ -134,56 +133,42 @@ def _verify_bundle(bundle: Path, store: Store) -> Chain:
     except ArtifactError:
         return Chain(root="unknown", mismatches=verify_copy(bundle))
     chain = Chain(root=manifest.digest)
-    _visit(chain, store, manifest.stage, manifest.key, manifest.digest, f"{bundle / 'manifest.json'}")
-    _compare_bundle(chain, bundle, store, manifest.key)
+    _visit(chain, store, _Named(manifest.stage, manifest.key, manifest.digest), str(bundle / "manifest.json"))
+    chain.mismatches += written_out.compare_bundle(bundle, store, manifest.key)
     return chain
 
 
-def _visit(chain: Chain, store: Store, stage: str, key: str, digest: str, child: str) -> None:
+class _Named(NamedTuple):
+    """An artifact as another one names it."""
+
+    stage: str
+    key: str
+    digest: str
+
+
+def _visit(chain: Chain, store: Store, named: _Named, child: str) -> None:
     """Verify one artifact and, depth first, all it was made from. `child` is who recorded that it has this digest."""
-    if digest in chain.artifacts:
+    address = named.stage, named.key
+    known = address in chain.opened
+    if not known:
+        chain.mismatches += verify_objects(store, *address)
+        chain.opened[address] = _open(store, *address)
+    artifact = chain.opened[address]
+    if artifact is None or named.digest in chain.artifacts:  # what it was made from is only known to itself
         return
-    problems = verify_objects(store, stage, key)
-    chain.mismatches += problems
+    if artifact.digest != named.digest:
+        chain.mismatches.append(f"{artifact.place}: is {artifact.digest}, {child} recorded {named.digest}")
+    chain.artifacts[named.digest] = _node(artifact)
+    if not known:
+        for parent in artifact.record.parents.values():
+            _visit(chain, store, _Named(parent.stage, parent.key, parent.digest), artifact.place)
+
+
+def _open(store: Store, stage: str, key: str) -> Artifact | None:
     try:
-        artifact = Artifact.open(store, stage, key)
-    except ArtifactError:  # among the problems already; what it was made from is only known to it
-        return
-    if artifact.digest != digest:
-        chain.mismatches.append(f"{artifact.uri}: is {artifact.digest}, {child} recorded {digest}")
-    chain.artifacts[digest] = _node(artifact)
-    for parent in artifact.record.parents.values():
-        _visit(chain, store, parent.stage, parent.key, parent.digest, artifact.uri)
-
-
-def _compare_bundle(chain: Chain, bundle: Path, store: Store, key: str) -> None:
-    """A bundle's files against its manifest, and its manifest against the store's."""
-    problems = verify_copy(bundle)
-    chain.mismatches += problems
-    manifest = bundle / "manifest.json"
-    name = manifest_key("calibrate", key)
-    if manifest.is_file() and not problems and (not store.exists(name) or store.read(name) != manifest.read_bytes()):
-        chain.mismatches.append(f"{manifest}: is not the manifest in the store, {store.uri}/{name}")
-
-
-def _compare_verdict(chain: Chain, folder: Path, record: runs.RunRecord, store: Store) -> None:
-    try:
-        verdict = report.from_artifact(store, record.run, record.artifacts["evaluate"]["key"])["verdict"]
-    except ArtifactError:  # named already
-        return
-    if record.verdict != verdict:
-        chain.mismatches.append(f"{folder / runs.RECORD}: the verdict is {verdict}, recorded is {record.verdict!r}")
-
-
-def _compare_report(chain: Chain, page: Path, store: Store, key: str) -> None:
-    try:
-        (shard,) = Artifact.open(store, "evaluate", key).shards("report.html")
-    except ArtifactError:  # named already
-        return
-    if not page.is_file():
-        chain.mismatches.append(f"{page}: missing")
-    elif hashlib.sha256(page.read_bytes()).hexdigest() != shard.sha256:
-        chain.mismatches.append(f"{page}: was changed: its manifest says sha256 {shard.sha256}")
+        return Artifact.open(store, stage, key)
+    except ArtifactError:  # among the problems of its verification
+        return None
 
 
 def _node(artifact: Artifact) -> Node:

@@ -6,7 +6,6 @@ of a stage goes through `declare`, so a wrong name or type is refused in the sam
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -168,11 +167,6 @@ def read_changes(path: Path) -> Changes:
     if not isinstance(content, dict):
         raise ValueError(f'--config {path}: one table per stage is expected, e.g. {{"distill": {{"max_steps": 2}}}}')
     return content
-
-
-def digest(recipe: Recipe) -> str:
-    """sha256 over every value: two commands with one digest ask for the same run."""
-    return "sha256:" + hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
 
 
 def _own_fields(stage: str, change: Any) -> Mapping[str, Any]:

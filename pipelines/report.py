@@ -19,10 +19,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """{"run", "verdict", "table": [{scheme, …}], "gates"} of a finished run. ValueError if it is not finished."""
+def read(folder: Path, ref: stores.StoreRef | None = None) -> dict[str, Any]:
+    """{"run", "verdict", "table": [{scheme, …}], "gates"} of a finished run. ValueError if it is not finished.
+
+    `ref` replaces the store that the run records.
+    """
     record = runs.read_finished(folder, "table")
-    with stores.opened(record.store) as (store, _):
+    with stores.opened(ref or record.store) as (store, _):
         return from_artifact(store, record.run, record.artifacts["evaluate"]["key"])
 
 

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import sys
 from dataclasses import asdict, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,18 @@ def run_recipe(recipe_name: str, recipe: recipes.Recipe, ref: stores.StoreRef, *
     ValueError or OSError for what is wrong beforehand; StageError if a stage fails.
     """
     runs.check_name(name)
+    runs.require_writable(data_dir)
     configs = {stage: getattr(recipe, stage) for stage in recipes.STAGES}
     _set_defaults(data_dir)
     with stores.opened(ref, create=True) as (opened, environment):
         for line in preflight.check(configs, opened, S3Settings.from_env({**os.environ, **environment})):
             click.echo(line)
-        with runs.claimed(data_dir, recipe_name, _config_digest(recipe, ref), name) as folder:
+        values = {stage: asdict(config) for stage, config in configs.items()}
+        digest = runs.config_digest(recipe_name, values, ref)
+        with runs.claimed(data_dir, recipe_name, digest, name) as folder:
             record = runs.RunRecord(
-                run=folder.name, recipe=recipe_name, store=ref, config_digest=_config_digest(recipe, ref),
-                configs={stage: asdict(config) for stage, config in configs.items()},
-            )  # fmt: skip
+                run=folder.name, recipe=recipe_name, store=ref, configs=values, config_digest=digest
+            )
             record = _run_stages(folder, record, recipe, environment)
             write_out(folder, opened, record)
             table = report.from_artifact(opened, record.run, record.artifacts["evaluate"]["key"])
@@ -140,8 +141,3 @@ def _mlflow_command() -> str:
 
 def _sources(recipe: recipes.Recipe) -> dict[str, str]:
     return {source: getattr(recipe, source) for source in recipes.SOURCES}
-
-
-def _config_digest(recipe: recipes.Recipe, ref: stores.StoreRef) -> str:
-    text = json.dumps([recipes.digest(recipe), ref.to_json()], sort_keys=True)
-    return f"sha256:{sha256(text.encode()).hexdigest()}"

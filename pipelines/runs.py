@@ -7,8 +7,10 @@ run without a lock was interrupted, and the same command takes it up again.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,7 +34,7 @@ class RunRecord:
     configs: dict[str, dict[str, Any]]
     """stage -> field -> value, sources included."""
     config_digest: str
-    """Over recipe and store: commands with one digest ask for the same run."""
+    """`config_digest` of recipe, configs and store: commands with one digest ask for the same run."""
     status: str = "running"
     """running (or interrupted), failed, finished"""
     artifacts: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -44,6 +46,12 @@ class RunRecord:
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "store": self.store.to_json()}
+
+
+def config_digest(recipe: str, configs: dict[str, dict[str, Any]], store: stores.StoreRef) -> str:
+    """sha256 over the recipe's name, every value of every stage, and the store."""
+    text = json.dumps([recipe, configs, store.to_json()], sort_keys=True)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def write(folder: Path, record: RunRecord) -> None:
@@ -69,7 +77,8 @@ def read_finished(folder: Path, wanted: str) -> RunRecord:
     """The record of a finished run. ValueError if it is unfinished, so that there is no `wanted`, or incomplete."""
     record = read(folder)
     if record.status != "finished":
-        raise ValueError(f"run {record.run} is {record.status}: it has no {wanted} yet; run the same command again")
+        hint = "; the command that began it goes on" if record.status == "running" else ""
+        raise ValueError(f"run {record.run} is {record.status}, not finished: it has no {wanted}{hint}")
     missing = [stage for stage in recipes.STAGES if "key" not in record.artifacts.get(stage, {})]
     if missing:
         raise ValueError(f"{folder / RECORD}: cannot be read (it names no artifact of {', '.join(missing)})")
@@ -89,6 +98,16 @@ def check_name(name: str) -> None:
     """ValueError unless `name` can be a run's: it becomes a folder. "" lets the run be named for it."""
     if name and not _NAME.fullmatch(name):
         raise ValueError(f"--name {name!r}: letters, digits, '.', '_' and '-' are allowed, at most 100")
+
+
+def require_writable(data_dir: Path) -> None:
+    """Make the folder where runs live. ValueError, naming the option, if nothing can be written there."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=data_dir):
+            pass
+    except OSError as error:
+        raise ValueError(f"--data-dir {data_dir}: cannot be written ({error.strerror})") from None
 
 
 @contextmanager

@@ -71,6 +71,13 @@ def choose(text: str, endpoint: str, data_dir: Path) -> tuple[StoreRef, str]:
     return StoreRef(kind="directory", uri=str(Path(path if separator else text).absolute())), ""
 
 
+def given(text: str, endpoint: str, data_dir: Path) -> StoreRef | None:
+    """The store to use in place of a recorded one; None where no --store was given. ValueError as in `choose`."""
+    if endpoint and not text:
+        raise ValueError("--endpoint belongs to --store s3://…, which is not given")
+    return choose(text, endpoint, data_dir)[0] if text else None
+
+
 def _embedded(data_dir: Path) -> tuple[StoreRef, str]:
     if embedded_store.binary() is not None:
         return StoreRef(

@@ -26,6 +26,7 @@ ROW = {
     "perplexity": 41.5, "nll_heldout": 1.25, "pmr": 0.875, "memory_bytes": 70_000_000, "effective_bits": 4.25,
 }  # fmt: skip
 TIMES = {"latency_p50_ms": 12.5, "latency_p95_ms": 20.0, "latency_of": "simulated"}
+KEY_FIELDS, SETTINGS = {"seed": 0}, {"workers": 1}
 METRICS: dict[str, Any] = {
     "verdict": "pass",
     "table": [{"scheme": scheme, "role": "any", **ROW} for scheme in ("fp32", "w4a4_dual", "w4a4_distilled")],
@@ -46,8 +47,12 @@ def make(data_dir: Path, *, name: str = "demo-1") -> Path:
         made[stage] = _commit(store, data_dir, stage, {name: made[parent] for name, parent in parents.items()})
     folder = data_dir / "runs" / name
     folder.mkdir(parents=True)
+    configs: dict[str, dict[str, Any]] = {stage: {**KEY_FIELDS, **SETTINGS} for stage in PARENTS}
+    configs["collect_traces"]["prompts_uri"] = str(data_dir / "prompts.jsonl")
+    configs["ingest_labels"]["labels_uri"] = ""
     record = runs.RunRecord(
-        run=name, recipe="demo", store=ref, configs={}, config_digest="sha256:0", status="finished",
+        run=name, recipe="demo", store=ref, configs=configs, config_digest=runs.config_digest("demo", configs, ref),
+        status="finished",
         artifacts={stage: {"key": artifact.key, "digest": artifact.digest} for stage, artifact in made.items()},
         root=made["evaluate"].digest, verdict="pass",
     )  # fmt: skip
@@ -60,7 +65,7 @@ def _commit(store: Store, data_dir: Path, stage: str, parents: dict[str, Artifac
     uri = str(data_dir / "prompts.jsonl")
     sources = {"prompts_uri": resolve("prompts_uri", uri)} if stage == "collect_traces" else {}
     writer = Writer(
-        store, stage=stage, version="1", key_fields={"seed": 0}, other_fields={"workers": 1}, parents=parents,
+        store, stage=stage, version="1", key_fields=KEY_FIELDS, other_fields=SETTINGS, parents=parents,
         sources=sources,
     )  # fmt: skip
     rows: list[dict[str, Any]] = [{"step": 1, "phase": stage, "metric": "loss_nats", "value": 0.5}]

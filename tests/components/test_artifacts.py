@@ -139,7 +139,7 @@ def test_a_lost_object_is_made_again_if_it_can_be_and_named_if_not(store: Store)
     weights, times = artifact.shards("model.safetensors")[0], artifact.shards("training_times")[0]
     store.delete(weights.object)
     assert artifacts.verify(store, "distill", artifact.key) == [
-        f"{store.uri}/{weights.object}: missing (shard model.safetensors)"
+        f"{artifacts.place(store, weights.object)}: missing (shard model.safetensors)"
     ]
     output = attempts.writer(store)
     assert output.existing() is None

@@ -69,6 +69,10 @@ def test_compile_needs_only_kfp(tmp_path: Path) -> None:
         (["compile", "--recipe", "demo", "--set", "evaluate.windows=0"], "evaluate.windows 0: must be at least 1"),
         (["report", "no-such-run"], "no such folder"),
         (["lineage", "no-such-run"], "no such folder"),
+        (["run", "--recipe", "demo", "--data-dir", "/dev/null/data"], "--data-dir /dev/null/data: cannot be written"),
+        (["store", "start", "--data-dir", "/dev/null/data"], "--data-dir /dev/null/data: cannot be written"),
+        (["compile", "--recipe", "demo", "-o", "no/p.yaml"], "--output no/p.yaml: there is no folder no"),
+        (["compile", "--recipe", "demo", "-o", "/dev/null/p.yaml"], "--output /dev/null/p.yaml: cannot be written"),
     ],
 )
 def test_wrong_input_is_one_clear_line_and_exit_code_2(
@@ -85,12 +89,19 @@ def test_doctor_says_what_is_wrong_and_how_to_mend_it(tmp_path: Path) -> None:
     healthy = invoke("doctor", "--store", tmp_path / "store", "--data-dir", tmp_path / "data")
     for check in ("python", "packages", "torch", "memory", "disk", "weed", "teacher", "store", "mlflow"):
         assert any(line.split()[1] == check for line in healthy.output.splitlines()), healthy.output
+    (mlflow,) = [line for line in healthy.output.splitlines() if line.split()[1] == "mlflow"]
+    assert mlflow.startswith("ok"), mlflow
     (tmp_path / "file").write_text("")
     broken = invoke("doctor", "--store", tmp_path / "file" / "store", "--data-dir", tmp_path / "data")
     assert broken.exit_code == 1
     (line,) = [line for line in broken.output.splitlines() if line.split()[1] == "store"]
     assert line.startswith("fail")
     assert str(tmp_path / "file") in line
+    unwritable = invoke("doctor", "--data-dir", "/dev/null/data").output.splitlines()
+    for check in ("store", "mlflow") if embedded_store.binary() else ("mlflow",):
+        (line,) = [line for line in unwritable if line.split()[1] == check]
+        assert line.startswith("fail"), line
+        assert "--data-dir /dev/null/data: cannot be written (Not a directory)" in line
 
 
 @pytest.mark.skipif(embedded_store.binary() is None, reason=embedded_store.why_no_binary())

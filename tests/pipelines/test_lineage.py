@@ -27,9 +27,11 @@ def run(original: Path, tmp_path: Path) -> Path:
     """A copy of the run and of its store, to be damaged."""
     shutil.copytree(original.parents[1], tmp_path / "data")
     folder = tmp_path / "data" / "runs" / original.name
-    store = str(tmp_path / "data" / "objects-of-runs")
-    for record in (folder / "run.json", folder / "bundle" / "store.json"):
-        record.write_text(record.read_text().replace(runs.read(original).store.uri, store))
+    record = runs.read(original)
+    store = replace(record.store, uri=str(tmp_path / "data" / "objects-of-runs"))
+    digest = runs.config_digest(record.recipe, record.configs, store)
+    runs.write(folder, replace(record, store=store, config_digest=digest))
+    (folder / "bundle" / "store.json").write_text(json.dumps(store.to_json()))
     return folder
 
 
@@ -151,6 +153,71 @@ def test_a_changed_verdict_is_named(run: Path) -> None:
     assert "the verdict is pass, recorded is 'fail'" in result.stderr
 
 
+def change_record(run: Path, stage: str, **values: object) -> None:
+    """A record whose own digest fits, as somebody would write it who wants to be believed."""
+    record = runs.read(run)
+    record.configs[stage] |= values
+    digest = runs.config_digest(record.recipe, record.configs, record.store)
+    runs.write(run, replace(record, config_digest=digest))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"seed": 1}, "collect_traces.seed is 0, recorded is 1"),
+        ({"temperature": 0.7}, "collect_traces.temperature is recorded otherwise"),
+        ({"prompts_uri": ""}, "collect_traces.prompts_uri is recorded otherwise"),
+    ],
+)
+def test_a_recorded_configuration_that_was_not_used_is_named(
+    run: Path, values: dict[str, object], message: str
+) -> None:
+    change_record(run, "collect_traces", **values)
+    result = lineage(run)
+    assert result.exit_code == 1
+    assert f"{run / 'run.json'}: {message}" in result.stderr
+
+
+def test_a_setting_may_differ_from_the_run_that_made_the_artifact(run: Path) -> None:
+    change_record(run, "collect_traces", workers=8)
+    assert lineage(run).exit_code == 0
+
+
+@pytest.mark.parametrize("change", [{"recipe": "other"}, {"configs": {}}])
+def test_what_no_manifest_holds_is_sealed_in_the_record(run: Path, change: dict[str, object]) -> None:
+    runs.write(run, replace(runs.read(run), **change))  # type: ignore[arg-type]
+    result = lineage(run)
+    assert result.exit_code == 1
+    assert "do not give the config_digest recorded beside them" in result.stderr
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_a_bad_manifest_is_named_once_whoever_was_made_from_it(run: Path, damage: str) -> None:
+    record = runs.read(run)
+    traces = Path(record.store.uri, "objects", "collect_traces", record.artifacts["collect_traces"]["key"])
+    manifest = traces / "manifest.json"
+    if damage == "changed":
+        change_a_byte(manifest, 10)
+    else:
+        manifest.unlink()
+    result = lineage(run)
+    assert result.exit_code == 1
+    assert result.stderr.count("does not match") == 1, result.stderr
+
+
+def test_places_are_printed_as_they_can_be_copied(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a folder é")
+    record = runs.read(folder)
+    manifest = Path(record.store.uri, "objects", "distill", record.artifacts["distill"]["key"], "manifest.json")
+    change_a_byte(manifest, 10)
+    shard = next(manifest.parent.parent.parent.glob("collect_traces/*/*.parquet"))
+    shard.unlink()
+    for target in (folder, folder / "bundle"):
+        result = lineage(target)
+        assert f"does not match: {manifest}: " in result.stderr
+        assert f"does not match: {shard}: missing" in result.stderr
+
+
 def test_a_missing_object_is_named(run: Path) -> None:
     store = Path(runs.read(run).store.uri)
     traces = runs.read(run).artifacts["collect_traces"]["key"]
@@ -186,6 +253,16 @@ def test_the_expected_root(run: Path) -> None:
     result = lineage(run, "--expect", record["root"])
     assert result.exit_code == 1
     assert "run.json recorded sha256:000" in result.stderr
+
+
+def test_an_expected_root_is_accepted_as_people_copy_it(original: Path) -> None:
+    root = runs.read(original).root
+    for text in (root, root.removeprefix("sha256:"), root.upper()):
+        assert lineage(original, "--expect", text).exit_code == 0
+    for text in (root[:19], f"sha512:{root[7:]}", "latest"):
+        result = lineage(original, "--expect", text)
+        assert result.exit_code == 2
+        assert f"--expect {text}: sha256: and 64 hexadecimal digits are expected" in result.stderr
 
 
 def test_what_is_neither_run_nor_bundle(run: Path, tmp_path: Path) -> None:

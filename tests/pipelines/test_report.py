@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,11 +37,29 @@ def test_an_unfinished_run_has_no_table(run: Path, tmp_path: Path) -> None:
     record = runs.read(run)
     folder = tmp_path / "runs" / "half"
     folder.mkdir(parents=True)
-    runs.write(folder, runs.RunRecord(**{**vars(record), "status": "failed", "artifacts": {}, "root": ""}))
-    for command in ("report", "lineage"):
-        result = CliRunner().invoke(cli, [command, str(folder)])
-        assert result.exit_code == 2
-        assert "run the same command again" in result.output
+    for status in ("running", "failed"):
+        runs.write(folder, runs.RunRecord(**{**vars(record), "status": status, "artifacts": {}, "root": ""}))
+        for command in ("report", "lineage"):
+            result = CliRunner().invoke(cli, [command, str(folder)])
+            assert result.exit_code == 2
+            assert f"is {status}, not finished" in result.output
+            assert ("the command that began it goes on" in result.output) == (status == "running")
+
+
+def test_a_store_that_moved_is_named_with_the_option_that_every_message_names(run: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(run.parents[1], data)
+    record = runs.read(data / "runs" / run.name)
+    elsewhere = shutil.move(data / "objects-of-runs", tmp_path / "elsewhere")
+    runs.write(data / "runs" / run.name, replace(record, store=replace(record.store, uri=str(data / "gone"))))
+    arguments = ["report", run.name, "--data-dir", str(data), "--json"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 2
+    assert "name the right one with --store" in result.output
+    found = CliRunner().invoke(cli, [*arguments, "--store", str(elsewhere)])
+    assert found.exit_code == 0, found.output
+    assert len(json.loads(found.stdout)["table"]) == len(METRICS["table"])
+    assert "--endpoint belongs to" in CliRunner().invoke(cli, [*arguments, "--endpoint", "http://x"]).output
 
 
 def test_what_a_store_holds_and_for_whom(run: Path) -> None:

@@ -44,6 +44,17 @@ def test_a_record_survives_the_file(tmp_path: Path) -> None:
         runs.read(tmp_path)
 
 
+def test_one_digest_is_one_recipe_in_one_store() -> None:
+    same = runs.config_digest("demo", {"distill": {"seed": 0}}, RECORD.store)
+    assert same == runs.config_digest("demo", {"distill": {"seed": 0}}, replace(RECORD.store))
+    others = {
+        runs.config_digest("other", {"distill": {"seed": 0}}, RECORD.store),
+        runs.config_digest("demo", {"distill": {"seed": 1}}, RECORD.store),
+        runs.config_digest("demo", {"distill": {"seed": 0}}, replace(RECORD.store, uri="/elsewhere")),
+    }
+    assert len(others | {same}) == 4
+
+
 @pytest.mark.parametrize("status", ["running", "failed"])
 def test_the_same_command_continues_an_unfinished_run(tmp_path: Path, status: str) -> None:
     first = begun(tmp_path, status=status)
