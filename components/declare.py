@@ -18,14 +18,13 @@ import inspect
 import itertools
 import json
 import math
-import os
 import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, get_type_hints
 
-IMAGE = "reflux/python-stages:0.1.0"
-"""Image of every stage; REFLUX_IMAGE overrides it at compile time. kfp's local runner wants "python" in the name."""
+IMAGE = "reflux-python-cpu:0.1.0"
+"""Image of every stage unless the pipeline names another. kfp warns where "python" is not in the name."""
 
 PLATFORM_PARAMETERS = {
     "store": "Root of the store: file:///dir, /dir or s3://bucket/prefix.",
@@ -77,8 +76,15 @@ def field_docs(config_class: type) -> dict[str, str]:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """The known name that looks most like a mistyped one."""
-    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+    """The known names that a person may have meant: all that contain each word of it, else the one most like it.
+
+    lr -> warmup_policy_lr, joint_policy_lr or joint_student_lr; max_step -> max_steps
+    """
+    words = set(name.split("_"))
+    containing = [each for each in known if words <= set(each.split("_"))]
+    if not containing:
+        return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+    return " or ".join(filter(None, (", ".join(containing[:-1]), containing[-1])))
 
 
 def from_mapping(config_class: type[Config], mapping: Mapping[str, Any]) -> Config:
@@ -160,7 +166,7 @@ def container_component(
             raise ValueError(
                 f"{label}: type {kind} is not allowed; use str, int, float, bool, list[str], list[int] or list[float]"
             )
-        if name_of_field in {*inputs, *outputs, *html, *PLATFORM_PARAMETERS}:
+        if name_of_field in {*inputs, *outputs, *html, *PLATFORM_PARAMETERS, "image"}:
             raise ValueError(f"{label}: the name is taken by an artifact or by a parameter of every stage")
     return Component(
         name=name,
@@ -183,25 +189,26 @@ class Component:
     html: tuple[str, ...]
     image: str | None
 
-    def __call__(self, config: Any = None, **arguments: Any) -> Any:
+    def __call__(self, config: Any = None, *, image: str = "", **arguments: Any) -> Any:
         """KFP's task, inside a pipeline: `config` is baked in as constants, and `arguments` go before it.
+
+        `image` is the container's, "" the declared one.
 
         KFP's cache is off: it compares URI strings and would hide a file that changed behind the same URI. The store's
         own reuse compares content.
         """
         constants = {} if config is None else key_fields(config) | other_fields(config) | source_fields(config)
-        return self.kfp(**(constants | arguments)).set_caching_options(enable_caching=False)
+        task = self.kfp(**(constants | arguments)).set_caching_options(enable_caching=False)
+        return task.set_container_image(image) if image else task
 
     @functools.cached_property
     def kfp(self) -> Any:
         """The KFP container component."""
         from kfp import dsl
 
-        image = self.image or os.environ.get("REFLUX_IMAGE", IMAGE)
-
         def component(*_: Any) -> Any:
             return dsl.ContainerSpec(
-                image=image,
+                image=self.image or IMAGE,
                 command=["python3", "-m", "reflux.components", self.name],
                 args=["--executor-input", dsl.PIPELINE_TASK_EXECUTOR_INPUT_PLACEHOLDER],
             )

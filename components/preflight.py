@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reflux.components import declare, models
+from reflux.components import declare, models, sources
 from reflux.components.algorithms.low_bit import FULL_PRECISION
-from reflux.components.collect_traces.prompts import load_prompts
+from reflux.components.collect_traces.answers import trace_id
+from reflux.components.collect_traces.config import CollectTracesConfig
+from reflux.components.collect_traces.prompts import Prompt, load_prompts
 from reflux.components.evaluate.text import evaluation_text
-from reflux.components.records import Record, read_records, read_text_field
-from reflux.components.sources import fetch
+from reflux.components.ingest_labels.stage import read_labels
+from reflux.components.ingest_labels.validation import Traces
+from reflux.components.records import read_records
 from reflux.components.storage import S3Settings, Store
 
 
@@ -56,7 +59,7 @@ def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None 
         first = rejected[0]
         remarks.append(f"{len(rejected)} prompts are set aside; the first, row {first['row']}: {first['reason']}")
     if uri := configs["ingest_labels"].labels_uri:
-        remarks.append(_labels(paths[uri], {prompt.prompt_id for prompt in prompts}))
+        remarks.append(_labels(paths[uri], prompts, collect, teacher))
     return remarks
 
 
@@ -68,7 +71,7 @@ def _fetched(configs: Mapping[str, Any], settings: S3Settings | None) -> dict[st
             if uri in paths:
                 continue
             try:
-                paths[uri] = fetch(uri, settings)
+                paths[uri] = sources.fetch(uri, settings)
             except (ValueError, OSError) as error:
                 raise ValueError(f"{stage}.{name}: {error}") from error
     return paths
@@ -96,26 +99,27 @@ def _require_context(configs: Mapping[str, Any], teacher: int, student: int) -> 
             raise ValueError(f"{stage}.{name} {value}: at most {limit} fit into the context of the {who}")
 
 
-def _labels(path: Path, prompt_ids: set[str]) -> str:
-    """A remark on the labels. Which trace_ids exist is known only after the teacher answered, which prompts now."""
-    refused = []
-    records = list(read_records(path))
-    for record in records:
-        try:
-            _require_known_prompt(record, prompt_ids)
-        except ValueError as error:
-            refused.append(f"{record.place}: {error}")
-    if len(refused) == len(records):
-        raise ValueError(f"labels {path.name}: no usable row; {refused[0] if refused else 'it is empty'}")
-    aside = f", {len(refused)} of them are set aside; the first, {refused[0]}" if refused else ""
-    return f"{len(records)} labels{aside}"
+def _labels(path: Path, prompts: list[Prompt], collect: CollectTracesConfig, teacher: Path) -> str:
+    """A remark on the labels, read as the stage will read them.
 
-
-def _require_known_prompt(record: Record, prompt_ids: set[str]) -> None:
-    if record.problem:
-        raise ValueError(record.problem)
-    prompt_id = read_text_field(record.values, "prompt_id")
-    if not prompt_id and not read_text_field(record.values, "trace_id"):
-        raise ValueError("trace_id, prompt_id: one of them must say what was rated")
-    if prompt_id and prompt_id not in prompt_ids:
-        raise ValueError(f"prompt_id {prompt_id!r}: unknown among the {len(prompt_ids)} prompts")
+    Which traces there will be is known before the teacher answers; how many steps an answer has is not, but it has no
+    more than tokens.
+    """
+    if any(record.values.get("trace_id") for record in read_records(path)):
+        digest = sources.digest(teacher)  # reads the whole model, so only where a label asks for it
+        ids = [trace_id(prompt, collect, digest) for prompt in prompts]
+    else:
+        ids = [prompt.prompt_id for prompt in prompts]
+    traces = Traces(
+        (
+            {"trace_id": name, "prompt_id": prompt.prompt_id, "step_starts": range(collect.max_new_tokens)}
+            for name, prompt in zip(ids, prompts, strict=True)
+        ),
+        foreseen=True,
+    )
+    labels, refused = read_labels(path, traces)
+    remark = f"{len(labels) + len(refused)} labels"
+    if refused:
+        first = refused[0]
+        remark += f", {len(refused)} of them are set aside; the first, row {first['row']}: {first['reason']}"
+    return remark

@@ -146,7 +146,7 @@ def parse_settings(settings: Iterable[str]) -> Changes:
         path, equals, value = text.partition("=")
         stage, _, name = path.strip().partition(".")
         if not equals or (not name and stage not in SOURCES):
-            raise ValueError(f"--set {text!r}: write STAGE.FIELD=VALUE, e.g. --set distill.max_steps=2")
+            raise ValueError(f"--set {text!r}: write STAGE.FIELD=VALUE, {_example(stage)}")
         if _known(stage) in SOURCES:
             changes[stage] = value.strip()
         else:
@@ -167,6 +167,12 @@ def read_changes(path: Path) -> Changes:
     if not isinstance(content, dict):
         raise ValueError(f'--config {path}: one table per stage is expected, e.g. {{"distill": {{"max_steps": 2}}}}')
     return content
+
+
+def _example(name: str) -> str:
+    """What to write for a name without its stage, or without a value."""
+    meant = [f"{stage}.{f.name}" for stage, config in STAGES.items() for f in fields(config) if f.name == name]
+    return f"did you mean {' or '.join(meant)}?" if meant else "e.g. --set distill.max_steps=2"
 
 
 def _own_fields(stage: str, change: Any) -> Mapping[str, Any]:

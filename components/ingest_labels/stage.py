@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ import pyarrow as pa
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.ingest_labels.agreement import krippendorff_alpha
 from reflux.components.ingest_labels.config import IngestLabelsConfig
-from reflux.components.ingest_labels.validation import Label, Traces, read_label
+from reflux.components.ingest_labels.validation import Label, Traces, read_label, require_columns
 from reflux.components.records import Record, read_records, rejected_table, shown
 from reflux.components.schemas import HARD_SAMPLES, LABELS, REJECTED
 
@@ -27,16 +28,27 @@ def run(config: IngestLabelsConfig, *, traces: Artifact, labels: Writer) -> dict
     rejected: list[dict[str, Any]] = []
     if config.labels_uri:
         path = labels.source("labels_uri")
-        found, rejected = join(list(read_records(path)), known)
-        if not found:
-            first = f"all {len(rejected)} were rejected, the first for {rejected[0]['reason']}" if rejected else ""
-            raise ValueError(f"labels {path.name}: no usable row; {first or 'it is empty'}")
+        found, rejected = read_labels(path, known)
 
     samples = hard_samples(found, config.hard_rating)
     labels.write_table("labels", pa.Table.from_pylist([asdict(label) for label in found], schema=LABELS), LABELS)
     labels.write_table("hard_samples", pa.Table.from_pylist(samples, schema=HARD_SAMPLES), HARD_SAMPLES)
     labels.write_table("rejected", rejected_table(rejected), REJECTED)
     return _metrics(found, rejected, samples)
+
+
+def read_labels(path: Path, traces: Traces) -> tuple[list[Label], list[dict[str, Any]]]:
+    """What `join` gives for a file. ValueError if no label comes of it: its name, and why the first row is none."""
+    records = list(read_records(path))
+    try:
+        require_columns(records)
+    except ValueError as error:
+        raise ValueError(f"labels {path.name}: {error}") from None
+    labels, rejected = join(records, traces)
+    if not labels:
+        first = f"all {len(rejected)} were rejected, the first for {rejected[0]['reason']}" if rejected else ""
+        raise ValueError(f"labels {path.name}: no usable row; {first or 'it is empty'}")
+    return labels, rejected
 
 
 def join(records: list[Record], traces: Traces) -> tuple[list[Label], list[dict[str, Any]]]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from reflux.components.records import Record, read_text_field, shown
 
 RATINGS = range(1, 6)
+NEEDED = (("prompt_id", "trace_id"), ("step",), ("annotator",), ("rating",))
 TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "": False}
 _WHOLE = re.compile(r"[+-]?[0-9]{1,9}(\.0*)?")
 
@@ -32,9 +33,13 @@ class Label:
 
 
 class Traces:
-    """What labels can refer to: traces by id or by prompt, each with its number of steps."""
+    """What labels can refer to: traces by id or by prompt, each with its number of steps.
 
-    def __init__(self, rows: Iterator[Mapping[str, Any]]) -> None:
+    `foreseen`: they are still to be made, and `step_starts` holds as many as there can be.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], *, foreseen: bool = False) -> None:
+        self.foreseen = foreseen
         self._steps: dict[str, int] = {}
         self._prompts: dict[str, str] = {}
         self._traces: dict[str, str] = {}
@@ -59,6 +64,16 @@ class Traces:
         return found, self._prompts[found], self._steps[found]
 
 
+def require_columns(records: Iterable[Record]) -> None:
+    """ValueError if no row at all has a column that every label needs; rows that only lack a value are not meant."""
+    present = {name for record in records for name in record.values}
+    if not present:  # an empty file, or one whose rows could not be parsed
+        return
+    missing = [" or ".join(names) for names in NEEDED if not present & set(names)]
+    if missing:
+        raise ValueError(f"no column {', '.join(missing)}; it has {', '.join(sorted(present))}")
+
+
 def read_label(record: Record, traces: Traces) -> Label:
     """ValueError with field, value and what is allowed."""
     if record.problem:
@@ -67,7 +82,8 @@ def read_label(record: Record, traces: Traces) -> Label:
     trace_id, prompt_id, steps = traces.find(read_text_field(values, "trace_id"), read_text_field(values, "prompt_id"))
     step = _whole_number(values, "step")
     if not 0 <= step < steps:
-        raise ValueError(f"step {step}: the trace has {steps} steps, counted from 0")
+        has = "can have" if traces.foreseen else "has"
+        raise ValueError(f"step {step}: the trace {has} {steps} steps, counted from 0")
     rating = _whole_number(values, "rating")
     if rating not in RATINGS:
         raise ValueError(f"rating {rating}: must be a whole number from 1 to 5")

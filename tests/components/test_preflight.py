@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stage_writers import writer_for
 
 from reflux.components import preflight
 from reflux.components.calibrate.config import CalibrateConfig
+from reflux.components.collect_traces import stage as collect_traces
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.distill.config import DistillConfig
 from reflux.components.evaluate.config import EvaluateConfig
@@ -133,11 +135,52 @@ def test_labels_for_unknown_prompts(configs: dict[str, Any], store: Store, tmp_p
     labels = tmp_path / "labels.csv"
     configs = changed(configs, "ingest_labels", labels_uri=str(labels))
     labels.write_text("prompt_id,step,annotator,rating\nother,0,ann,3\n")
-    with pytest.raises(ValueError, match=r"labels\.csv: no usable row; labels\.csv, row 2: prompt_id 'other': unknown"):
+    with pytest.raises(ValueError, match=r"labels\.csv: no usable row; all 1 were .* prompt_id 'other': unknown"):
         preflight.check(configs, store)
     with labels.open("a") as stream:
         stream.write("p1,0,ann,3\n")
-    assert "2 labels, 1 of them are set aside" in preflight.check(configs, store)[-1]
+    remark = preflight.check(configs, store)[-1]
+    assert remark.startswith("2 labels, 1 of them are set aside; the first, row 2: prompt_id 'other': unknown")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rating": 6}, "rating 6: must be a whole number from 1 to 5"),
+        ({"rating": "good"}, "rating 'good': must be a whole number"),
+        ({"step": 32}, "step 32: the trace can have 32 steps, counted from 0"),
+        ({"annotator": ""}, "annotator: is missing"),
+        ({"overload": "maybe"}, "overload 'maybe': must be true or false"),
+        ({"prompt_id": None, "trace_id": "0" * 64}, "trace_id '000.*: unknown among 12 traces"),
+        ({"rating": ...}, r"labels labels\.jsonl: no column rating; it has annotator, prompt_id, step"),
+        ({"prompt_id": ...}, "no column prompt_id or trace_id; it has annotator, rating, step"),
+    ],
+)
+def test_labels_of_which_none_can_be_used(
+    configs: dict[str, Any], store: Store, tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    rows = [{"prompt_id": f"p{n}", "step": 0, "annotator": "ann", "rating": 3} | values for n in range(3)]
+    rows = [{name: value for name, value in row.items() if value is not ...} for row in rows]
+    labels = tmp_path / "labels.jsonl"
+    labels.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=message):
+        preflight.check(changed(configs, "ingest_labels", labels_uri=str(labels)), store)
+
+
+def test_trace_ids_are_known_before_the_teacher_answers(
+    configs: dict[str, Any], store: Store, tmp_path: Path, tiny_model: Path
+) -> None:
+    """Labels by the ids that collect_traces gave, and after a change of the sampling, which gives others."""
+    config = configs["collect_traces"]
+    writer = writer_for(tmp_path, "collect_traces", config)
+    made = writer.commit(collect_traces.run(config, traces=writer)).table("traces", ["trace_id", "prompt_id"])
+    rows = [{**row, "step": 0, "annotator": "ann", "rating": 3} for row in made.to_pylist()]
+    labels = tmp_path / "labels.jsonl"
+    labels.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    configs = changed(configs, "ingest_labels", labels_uri=str(labels))
+    assert preflight.check(configs, store)[-1] == "12 labels"
+    with pytest.raises(ValueError, match=r"labels\.jsonl: no usable row; .* unknown among 12 traces"):
+        preflight.check(changed(configs, "collect_traces", seed=1), store)
 
 
 def test_an_unreadable_labels_file(configs: dict[str, Any], store: Store, tmp_path: Path) -> None:
