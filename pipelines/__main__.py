@@ -9,6 +9,7 @@ complete and its gate says fail; 130 interrupted.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import sys
@@ -40,6 +41,7 @@ SETTINGS = click.option(
 CONFIG = click.option(
     "--config", type=click.Path(dir_okay=False, path_type=Path), help="JSON or TOML file, one table per stage."
 )
+IMAGE = click.option("--image", metavar="NAME", help="Of the containers; the default is reflux's own for the CPU.")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="For machines.")
 
 
@@ -77,6 +79,14 @@ def cli() -> None:
     show_default=True,
     help="What runs the stages.",
 )
+@IMAGE
+@click.option("--network", metavar="NAME", help="Of the containers; host, the default, reaches this machine's servers.")
+@click.option("--memory", metavar="SIZE", help="Limit of a container, e.g. 8g; the default is none.")
+@click.option(
+    "--retries",
+    type=click.IntRange(min=0),
+    help="How often a stage is started again whose container was killed; the default is 1.",
+)
 @click.option(
     "--teacher", metavar="MODEL", default="", help="Folder, GGUF file, s3:// prefix, package:<module> or hub id."
 )
@@ -95,13 +105,13 @@ def cli() -> None:
 @DATA_DIR
 def run(
     recipe: str, store: str, endpoint: str, runner: str, name: str, data_dir: Path, settings: tuple[str, ...],
-    config: Path | None, **sources: str,
+    config: Path | None, image: str | None, network: str | None, memory: str | None, retries: int | None,
+    **sources: str,
 ) -> None:  # fmt: skip
     """Run a recipe from prompts to the evaluated bundle. After an interruption the same command continues."""
     from reflux.pipelines import stores
 
-    if runner == "docker":
-        raise ValueError("--runner docker: not available yet; --runner process runs the same stages on this machine")
+    containers = _containers(runner, image=image, network=network, memory=memory, retries=retries)
     full = _recipe(recipe, config, sources, settings)
     ref, remark = stores.choose(store, endpoint, data_dir)
     if remark:
@@ -110,7 +120,7 @@ def run(
     from reflux.pipelines.run import StageError, run_recipe  # heavy, so after everything that is quickly refused
 
     try:
-        passed = run_recipe(recipe, full, ref, data_dir=data_dir, name=name)
+        passed = run_recipe(recipe, full, ref, data_dir=data_dir, name=name, containers=containers)
     except StageError as error:
         advice = f"\n{CONTINUES}" if error.may_pass else ""
         raise click.ClickException(f"stage {error}{advice}") from error
@@ -144,14 +154,17 @@ def report(run: str, as_json: bool, store: str, endpoint: str, data_dir: Path) -
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write; the default is the terminal.",
 )
+@IMAGE
 @SETTINGS
 @CONFIG
-def compile_(recipe: str, output: Path | None, settings: tuple[str, ...], config: Path | None) -> None:
+def compile_(
+    recipe: str, output: Path | None, image: str | None, settings: tuple[str, ...], config: Path | None
+) -> None:
     """The KFP specification of a recipe, for `kfp` or the Pipelines UI."""
     from reflux.pipelines.compile import compile_to_text
     from reflux.pipelines.distillation import distillation
 
-    text = compile_to_text(distillation(_recipe(recipe, config, {}, settings)))
+    text = compile_to_text(distillation(_recipe(recipe, config, {}, settings), image or ""))
     if output is None:
         click.echo(text, nl=False)
         return
@@ -263,6 +276,20 @@ def du(store: str, endpoint: str, as_json: bool, data_dir: Path) -> None:
 
     rows = usage.measure(store, endpoint, data_dir)
     click.echo(json.dumps([row.to_json() for row in rows], indent=2)) if as_json else usage.show(rows)
+
+
+def _containers(runner: str, **chosen: Any) -> Any:
+    """How stages run in containers, None for processes."""
+    given = {name: value for name, value in chosen.items() if value is not None}
+    if runner == "process":
+        for name in given:
+            raise ValueError(f"--{name} belongs to --runner docker")
+        return None
+    if importlib.util.find_spec("docker") is None:
+        raise ValueError("--runner docker needs Docker's Python package: pip install 'reflux[docker]'")
+    from reflux.pipelines.docker_runner import Containers
+
+    return Containers(**given)
 
 
 def _recipe(name: str, config: Path | None, sources: dict[str, str], settings: tuple[str, ...]) -> Any:

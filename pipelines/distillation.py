@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from reflux.pipelines.recipes import Recipe
 
 
-def distillation(recipe: "Recipe") -> Any:
-    """The KFP pipeline of a recipe: its configs are constants, what people change from run to run are parameters."""
+def distillation(recipe: "Recipe", image: str = "") -> Any:
+    """The KFP pipeline of a recipe: its configs are constants, what people change from run to run are parameters.
+
+    `image` is that of every container, "" the one that the stages declare.
+    """
 
     @dsl.pipeline(name="reflux-distillation", description="Distil a teacher into a low-bit student.")
     def pipeline(
@@ -28,7 +31,7 @@ def distillation(recipe: "Recipe") -> Any:
         labels_uri: str = recipe.labels_uri,
         eval_text_uri: str = recipe.eval_text_uri,
     ) -> None:
-        at = {"store": store, "run": run}
+        at = {"store": store, "run": run, "image": image}
         models = {"teacher": teacher, "student_uri": student}
         traces = collect_traces(recipe.collect_traces, teacher=teacher, prompts_uri=prompts_uri, **at).outputs["traces"]
         profile = profile_kv(recipe.profile_kv, traces=traces, student_uri=student, **at).outputs["profile"]

@@ -13,7 +13,7 @@ import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,16 +23,27 @@ from reflux.components.storage import S3Settings, Store
 from reflux.pipelines import recipes, report, runs, stores
 from reflux.pipelines.compile import compile_to_text
 from reflux.pipelines.distillation import distillation
-from reflux.pipelines.local_session import StageError, StageResult, run_pipeline
+from reflux.pipelines.local_session import Runner, StageError, StageResult, run_pipeline
 from reflux.pipelines.process_runner import in_processes
 
+if TYPE_CHECKING:
+    from reflux.pipelines.docker_runner import Containers
 
-def run_recipe(recipe_name: str, recipe: recipes.Recipe, ref: stores.StoreRef, *, data_dir: Path, name: str) -> bool:
+
+def run_recipe(
+    recipe_name: str, recipe: recipes.Recipe, ref: stores.StoreRef, *, data_dir: Path, name: str,
+    containers: Containers | None = None,
+) -> bool:  # fmt: skip
     """Run it, write RUN/run.json, report.html and bundle/, print the results. Returns whether the gate passed.
 
-    ValueError or OSError for what is wrong beforehand; StageError if a stage fails.
+    Stages run in processes of this machine unless `containers` says how they run in containers. ValueError or OSError
+    for what is wrong beforehand; StageError if a stage fails.
     """
     runs.check_name(name)
+    if containers is not None:
+        from reflux.pipelines import docker_runner  # needs a package that other runs do without
+
+        docker_runner.check(containers)
     runs.require_writable(data_dir)
     configs = {stage: getattr(recipe, stage) for stage in recipes.STAGES}
     _set_defaults(data_dir)
@@ -45,7 +56,7 @@ def run_recipe(recipe_name: str, recipe: recipes.Recipe, ref: stores.StoreRef, *
             record = runs.RunRecord(
                 run=folder.name, recipe=recipe_name, store=ref, configs=values, config_digest=digest
             )
-            record = _run_stages(folder, record, recipe, environment)
+            record = _run_stages(folder, record, recipe, environment, containers)
             write_out(folder, opened, record)
             table = report.from_artifact(opened, record.run, record.artifacts["evaluate"]["key"])
             root = record.artifacts["evaluate"]["digest"]
@@ -59,9 +70,11 @@ def run_recipe(recipe_name: str, recipe: recipes.Recipe, ref: stores.StoreRef, *
 
 
 def _run_stages(
-    folder: Path, record: runs.RunRecord, recipe: recipes.Recipe, environment: dict[str, str]
-) -> runs.RunRecord:
+    folder: Path, record: runs.RunRecord, recipe: recipes.Recipe, environment: dict[str, str],
+    containers: Containers | None,
+) -> runs.RunRecord:  # fmt: skip
     """The record with every stage's artifact; run.json has each as soon as it is committed."""
+    runner, image, sources = _runner(folder, record, recipe, environment, containers)
 
     before = runs.read(folder).status if (folder / runs.RECORD).exists() else ""
     keep = before == "finished"  # a finished record stands until the repetition is finished as well
@@ -79,10 +92,10 @@ def _run_stages(
     status = "KILLED"
     try:
         run_pipeline(
-            compile_to_text(distillation(recipe)),
-            {"store": record.store.uri, "run": record.run},
+            compile_to_text(distillation(recipe, image)),
+            {"store": record.store.uri, "run": record.run, **sources},
             root=folder / "kfp",
-            runner=in_processes(environment),
+            runner=runner,
             on_finished=note,
         )
         status = "FINISHED"
@@ -95,6 +108,22 @@ def _run_stages(
     finally:
         if status != "FINISHED":
             tracking.end_pipeline(record.run, status=status)
+
+
+def _runner(
+    folder: Path, record: runs.RunRecord, recipe: recipes.Recipe, environment: dict[str, str],
+    containers: Containers | None,
+) -> tuple[Runner, str, dict[str, str]]:  # fmt: skip
+    """What runs the stages, their image, and the URIs of the sources where stages see other paths than this process."""
+    if containers is None:
+        return in_processes(environment), "", {}
+    from reflux.pipelines import container_mounts, docker_runner
+
+    seen = container_mounts.view(
+        _sources(recipe), record.store, {**os.environ, **environment}, network=containers.network
+    )
+    lock = (folder / runs.LOCK).absolute()
+    return docker_runner.in_containers(containers, seen, run=record.run, lock=lock), containers.image, seen.sources
 
 
 def _set_defaults(data_dir: Path) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from reflux.pipelines import recipes, stores
 
 RECORD = "run.json"
+LOCK = "lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -131,7 +132,7 @@ def claimed(data_dir: Path, recipe: str, config_digest: str, name: str = "") -> 
         candidates = [*_unfinished(data_dir, config_digest), *fresh]
     for folder in candidates:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("a") as lock:
+        with (folder / LOCK).open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -13,14 +14,18 @@ import yaml
 from kfp.components import load_component_from_text
 
 from reflux.components.declare import IMAGE
+from reflux.pipelines import recipes
 from reflux.pipelines.compile import compile_to_text
+from reflux.pipelines.distillation import distillation
 
 # a person who only submits runs has none of these, so importing them is made an error
 COMPILE = """
 import sys
 for name in ("torch", "triton", "pyarrow", "mlflow", "transformers", "boto3"):
     sys.modules[name] = None
+from reflux.pipelines import recipes
 from reflux.pipelines.compile import compile_to_text
+from reflux.pipelines.distillation import distillation
 from reflux.pipelines.distillation import distillation
 from reflux.pipelines.recipes import RECIPES
 sys.stdout.write(compile_to_text(distillation(RECIPES["demo"]())))
@@ -37,8 +42,8 @@ EDGES = {  # task -> the tasks whose artifacts it reads
 }
 
 
-def compiled(hash_seed: int, **environment: str) -> str:
-    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed), **environment}
+def compiled(hash_seed: int) -> str:
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
     return subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True
     ).stdout
@@ -109,9 +114,13 @@ def test_every_field_of_a_config_is_given_as_a_constant_or_from_the_pipeline(spe
 
 
 def test_an_image_of_your_own() -> None:
-    spec = next(yaml.safe_load_all(compiled(0, REFLUX_IMAGE="registry/python-mine@sha256:ab")))
-    images = {executor["container"]["image"] for executor in spec["deploymentSpec"]["executors"].values()}
-    assert images == {"registry/python-mine@sha256:ab"}
+    text = compile_to_text(distillation(recipes.demo(), "registry/python-mine@sha256:ab"))
+    executors = next(yaml.safe_load_all(text))["deploymentSpec"]["executors"].values()
+    assert {executor["container"]["image"] for executor in executors} == {"registry/python-mine@sha256:ab"}
+
+
+def test_the_default_image_is_of_this_version() -> None:
+    assert IMAGE.partition(":")[2] == importlib.metadata.version("reflux")
 
 
 def test_values_reach_the_constants() -> None:
