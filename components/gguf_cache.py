@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from reflux.components.model_files import require_gguf
 
 
 def described(gguf: Path) -> Path:
@@ -40,7 +43,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _once(gguf: Path, kind: str, write: Callable[[Path, Path], None]) -> Path:
-    """The folder of this kind, written once and moved into place whole."""
+    """The folder of this kind, written once and moved into place whole. ValueError for a file that cannot be read."""
+    require_gguf(gguf)
     with gguf.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     cache = Path(os.environ.get("REFLUX_CACHE", Path.home() / ".cache" / "reflux")) / kind
@@ -50,7 +54,7 @@ def _once(gguf: Path, kind: str, write: Callable[[Path, Path], None]) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache))
     try:
-        write(gguf, partial)
+        _write(write, gguf, partial)
         os.replace(partial, folder)
     except OSError:
         if not folder.exists():  # another process may have finished first: its folder is as good
@@ -58,3 +62,24 @@ def _once(gguf: Path, kind: str, write: Callable[[Path, Path], None]) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _write(write: Callable[[Path, Path], None], gguf: Path, partial: Path) -> None:
+    try:
+        write(gguf, partial)
+    except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
+        cause = " ".join(str(error).split())[:300]
+        if not _parses(gguf):  # else transformers does not know the kind of model
+            cause = f"it ends too early or is damaged ({cause}); copy it again"
+        raise ValueError(f"model {gguf}: {cause}") from error
+
+
+def _parses(gguf: Path) -> bool:
+    """Whether header, names and every tensor lie within the file."""
+    from gguf import GGUFReader  # only to explain a failure: parsing takes seconds
+
+    try:
+        GGUFReader(gguf)
+    except (ValueError, IndexError, KeyError, OverflowError, struct.error):
+        return False
+    return True

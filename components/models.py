@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from reflux.components import gguf_cache
+from reflux.components.model_files import require_configuration, require_tokenizer, require_weights
 
 transformers_logging.disable_progress_bar()  # a bar of its own would break the progress lines of the stage
 
@@ -26,10 +26,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a model folder or GGUF file. ValueError if there is none that can be used for chat."""
+    folder = _description(path)
+    require_tokenizer(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(_description(path), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model {path}: no usable tokenizer ({error})") from error
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of transformers and of the tokenizers' Rust, which raises plain Exception
+        raise ValueError(f"model {path}: no usable tokenizer ({_line(error)})") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model {path}: the tokenizer has no EOS token, so no answer could ever end")
     if tokenizer.chat_template is None:
@@ -41,28 +43,33 @@ def load_model(path: Path, dtype: str = "float32") -> Any:
     """A causal language model in eval mode, without gradients. ValueError names the path and the cause."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: allowed are {sorted(DTYPES)}")
+    folder = gguf_cache.converted(path) if path.suffix == ".gguf" else path
+    require_configuration(folder)
+    require_weights(folder)
     try:
-        folder = gguf_cache.converted(path) if path.suffix == ".gguf" else path
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ValueError(f"model {path}: cannot be loaded ({error})") from error
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model {path}: cannot be loaded ({_line(error)})") from error
+    except RuntimeError as error:
+        raise ValueError(f"model {path}: its weights are not of the shapes that config.json gives") from error
+    if missing := sorted(told["missing_keys"]):  # transformers makes them up and goes on
+        raise ValueError(f"model {path}: {len(missing)} weights are in no file, e.g. {missing[0]}")
     return model.eval().requires_grad_(False)
 
 
 def context_length(path: Path) -> int:
     """Tokens that the model can attend to, prompt and answer together."""
-    try:
-        config = AutoConfig.from_pretrained(_description(path), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model {path}: no usable configuration ({error})") from error
-    return int(config.max_position_embeddings)
+    return int(_configured(path, "max_position_embeddings"))
 
 
 def layer_widths(path: Path) -> set[int]:
     """Input channels of the decoder's linear layers, which groups of weights have to divide."""
-    config = AutoConfig.from_pretrained(_description(path), local_files_only=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return {config.hidden_size, config.intermediate_size, config.num_attention_heads * head_dim}
+    names = ("hidden_size", "intermediate_size", "num_attention_heads")
+    hidden, intermediate, heads = (_configured(path, name) for name in names)
+    head_dim = getattr(_configuration(path), "head_dim", None) or hidden // heads
+    return {hidden, intermediate, heads * head_dim}
 
 
 def chat_token_ids(tokenizer: Any, prompt: str) -> list[int]:
@@ -101,9 +108,29 @@ def require_same_tokenizer(teacher: Any, student: Any) -> None:
         )
 
 
+def _configuration(path: Path) -> Any:
+    folder = _description(path)
+    require_configuration(folder)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"model {path}: no usable configuration ({_line(error)})") from error
+
+
+def _configured(path: Path, name: str) -> int:
+    value = getattr(_configuration(path), name, None)
+    if not isinstance(value, int):
+        raise ValueError(f"model {path}: its configuration has no {name}; decoders of the Llama kind are expected")
+    return value
+
+
 def _description(path: Path) -> Path:
     """The folder that holds a model's configuration and tokenizer."""
     return gguf_cache.described(path) if path.suffix == ".gguf" else path
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _sha256(value: Any) -> str:

@@ -19,6 +19,7 @@ from reflux.components.collect_traces.prompts import Prompt, load_prompts
 from reflux.components.evaluate.text import evaluation_text
 from reflux.components.ingest_labels.stage import read_labels
 from reflux.components.ingest_labels.validation import Traces
+from reflux.components.model_files import require_model_files
 from reflux.components.records import read_records
 from reflux.components.storage import S3Settings, Store
 
@@ -32,6 +33,11 @@ def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None 
     paths = _fetched(configs, settings)
     collect, distill, evaluate = (configs[stage] for stage in ("collect_traces", "distill", "evaluate"))
     teacher, student = paths[collect.teacher], paths[distill.student_uri]
+    for name, path in {"teacher": teacher, "student": student}.items():
+        try:
+            require_model_files(path)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
     tokenizer = _same_tokenizer(teacher, student)
     context = models.context_length(teacher)
     _require_context(configs, context, models.context_length(student))

@@ -8,9 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from reflux.components.model_files import INDEX, require_model_files
 from reflux.components.models import (
     chat_token_ids,
     context_length,
@@ -62,12 +66,14 @@ def test_a_missing_model_is_named(load: Callable[[Path], Any], tmp_path: Path) -
     empty = tmp_path / "nothing here"
     empty.mkdir()
     for path in (empty, tmp_path / "absent", tmp_path / "absent.gguf"):
-        with pytest.raises(ValueError, match=f"model .*{path.name}: (no usable tokenizer|cannot be loaded)"):
+        with pytest.raises(
+            ValueError, match=rf"model .*{path.name}(/config.json)?: (it has no|is missing|no such file)"
+        ):
             load(path)
 
 
 def test_a_missing_context_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model .*absent: no usable configuration"):
+    with pytest.raises(ValueError, match=r"model .*absent/config.json: is missing; a model is a folder with"):
         context_length(tmp_path / "absent")
 
 
@@ -75,8 +81,96 @@ def test_weights_cut_short_are_refused(changed: Callable[..., Path]) -> None:
     folder = changed("config.json")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match=r"model .*changed: cannot be loaded"):
+    with pytest.raises(ValueError, match=r"model .*changed/model.safetensors: is no whole safetensors file"):
         load_model(folder)
+
+
+def test_a_weight_that_is_in_no_file_is_not_made_up(changed: Callable[..., Path]) -> None:
+    folder = changed("config.json")
+    weights = load_file(folder / "model.safetensors")
+    lost = weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"changed: 1 weights are in no file, e.g. model.layers.1.mlp.up_proj.weight"):
+        load_model(folder)
+    weights["model.layers.1.mlp.up_proj.weight"] = lost[:, :32].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"not of the shapes that config.json gives"):
+        load_model(folder)
+
+
+def _only_pickles(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _lost_part(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "model-2-of-2.safetensors"}}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda folder: (folder / "config.json").unlink(),
+            r"changed/config.json: is missing; a model is a folder with",
+        ),
+        (lambda folder: (folder / "config.json").write_text("{"), r"changed/config.json: is not readable JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), r"changed/config.json: must hold a JSON object"),
+        (lambda folder: (folder / "config.json").write_text("{}"), r"changed/config.json: names no model_type"),
+        (
+            lambda folder: (folder / "tokenizer.json").unlink(),
+            r"changed: it has no tokenizer; expected is tokenizer.json",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99),
+            r"changed/model.safetensors: is no whole",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            r"changed: it has no weights; expected is model.safet",
+        ),
+        (_only_pickles, r"pytorch_model.bin is pickled, which is not read: convert it to safetensors"),
+        (_lost_part, rf"changed/model-2-of-2.safetensors: is missing, though {INDEX} names it"),
+    ],
+)
+def test_an_incomplete_folder_is_refused_by_the_file(
+    changed: Callable[..., Path], damage: Callable[[Path], object], message: str
+) -> None:
+    folder = changed("config.json")
+    require_model_files(folder)
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        require_model_files(folder)
+
+
+def test_what_is_no_model_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("{}")
+    with pytest.raises(ValueError, match=r"prompts.jsonl: expected is a folder with .*, or a .gguf file"):
+        require_model_files(file)
+
+
+def test_a_gguf_file_that_is_none_or_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFLUX_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    for content in (b"", b"<!DOCTYPE html>"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"model.gguf: is no GGUF file, it does not begin with GGUF"):
+            require_model_files(file)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(1)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 8), dtype=np.float32))
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, step)()
+    whole = file.read_bytes()
+    for size in (12, 60, len(whole) - 100):
+        file.write_bytes(whole[:size])
+        for load in (load_tokenizer, load_model, context_length):
+            with pytest.raises(
+                ValueError, match=r"model .*model.gguf: it ends too early or is damaged .*copy it again"
+            ):
+                load(file)
+    assert not list((tmp_path / "cache").rglob("*.json")), "nothing of it stays in the cache"
 
 
 def test_a_tokenizer_without_template_or_eos_is_refused(changed: Callable[..., Path], tiny_model: Path) -> None:

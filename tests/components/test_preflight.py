@@ -87,8 +87,18 @@ def test_a_quantiser_that_does_not_exist(configs: dict[str, Any], field: str, va
 def test_a_folder_that_is_no_model(configs: dict[str, Any], store: Store, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "readme.txt").write_text("no model")
-    with pytest.raises(ValueError, match="no usable tokenizer"):
+    with pytest.raises(ValueError, match=r"teacher: model .*empty/config.json: is missing"):
         preflight.check(with_model(configs, "teacher", tmp_path / "empty"), store)
+
+
+@pytest.mark.parametrize("field", ["teacher", "student_uri"])
+def test_a_model_without_weights_is_named_before_any_work(
+    configs: dict[str, Any], store: Store, tiny_model: Path, tmp_path: Path, field: str
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    who = field.removesuffix("_uri")
+    with pytest.raises(ValueError, match=rf"{who}: model .*model: it has no weights; expected is model.safetensors"):
+        preflight.check(with_model(configs, field, tmp_path / "model"), store)
 
 
 def test_teacher_and_student_with_other_tokenizers(
