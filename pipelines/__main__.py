@@ -177,14 +177,17 @@ def compile_(
 
 
 @cli.command()
-@click.argument("run_or_bundle")
+@click.argument("run_or_bundle", metavar="RUN_OR_BUNDLE|sha256:…")
 @AS_JSON
 @click.option("--expect", metavar="sha256:…", default="", help="The digest that the root must have.")
 @OTHER_STORE
 @ENDPOINT
 @DATA_DIR
 def lineage(run_or_bundle: str, as_json: bool, expect: str, store: str, endpoint: str, data_dir: Path) -> None:
-    """Rebuild where RUN_OR_BUNDLE came from, from manifests alone, and verify every digest on the way."""
+    """Rebuild where a run or a bundle came from, from manifests alone, and verify every digest on the way.
+
+    With --store the digest of an artifact, such as a run's root, is enough: nothing but the store is read.
+    """
     from reflux.pipelines import lineage as lineages
 
     chain = lineages.verify(run_or_bundle, expect=expect, store=store, endpoint=endpoint, data_dir=data_dir)

@@ -1,13 +1,14 @@
 """Where a run or a bundle came from, rebuilt from manifests alone and verified: no database and no log is believed.
 
-Starting at the root (a run's is evaluate's artifact, a bundle's is calibrate's) every parent's manifest is opened in
-the store, its digest compared with what the child recorded, and every object hashed again. The files that were written
-out of the store (RUN/bundle/, RUN/report.html) are compared with the manifests too.
+Starting at the root (a run's is evaluate's artifact, a bundle's is calibrate's, or the one with a given digest) every
+parent's manifest is opened in the store, its digest compared with what the child recorded, and every object hashed
+again. The files that were written out of the store (RUN/bundle/, RUN/report.html) are compared with the manifests too.
 """
 
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,12 +73,18 @@ class Chain:
 
 
 def verify(text: str, *, expect: str = "", store: str = "", endpoint: str = "", data_dir: Path) -> Chain:
-    """The chain of a run (its folder or name) or of a bundle (its folder). ValueError if it is neither or unfinished.
+    """The chain of a run (its folder or name), of a bundle (its folder) or of the artifact with a digest in `store`.
 
-    Whatever does not match is in `Chain.mismatches`. `store` replaces the recorded one.
+    ValueError if it is none of them or unfinished. Whatever does not match is in `Chain.mismatches`. `store` replaces
+    the recorded one.
     """
     expect, other, bundle = _digest(expect), stores.given(store, endpoint, data_dir), Path(text)
-    if (bundle / "manifest.json").is_file():
+    if text.startswith("sha256:"):
+        if other is None:
+            raise ValueError(f"{text}: a digest says what, not where; name its store with --store")
+        with stores.opened(other) as (opened, _):
+            chain = _verify_digest(_digest(text, "digest"), opened)
+    elif (bundle / "manifest.json").is_file():
         with stores.opened(other or stores.read_beside(bundle)) as (opened, _):
             chain = _verify_bundle(bundle, opened)
     else:
@@ -90,11 +97,11 @@ def verify(text: str, *, expect: str = "", store: str = "", endpoint: str = "", 
     return chain
 
 
-def _digest(text: str) -> str:
+def _digest(text: str, name: str = "--expect") -> str:
     """A digest as people copy it, with or without `sha256:` before it. ValueError unless it is a whole one."""
     match = _SHA256.fullmatch(text.strip().lower())
     if text and not match:
-        raise ValueError(f"--expect {text}: sha256: and 64 hexadecimal digits are expected, as `root:` is printed")
+        raise ValueError(f"{name} {text}: sha256: and 64 hexadecimal digits are expected, as `root:` is printed")
     return f"sha256:{match[1]}" if match else ""
 
 
@@ -125,6 +132,20 @@ def _verify_run(folder: Path, record: runs.RunRecord, store: Store) -> Chain:
     if "evaluate" in found:
         chain.mismatches += written_out.compare_report(folder / "report.html", found["evaluate"])
     return chain
+
+
+def _verify_digest(digest: str, store: Store) -> Chain:
+    """From the store alone: its manifests are read until one has the digest, for no name leads from it to a key."""
+    for name in store.list("objects"):
+        if not name.endswith("/manifest.json"):
+            continue
+        _, stage, key, _ = name.split("/")
+        with suppress(ArtifactError):  # a damaged one that is not of this chain is not this chain's concern
+            if Artifact.open(store, stage, key).digest == digest:
+                chain = Chain(root=digest)
+                _visit(chain, store, _Named(stage, key, digest), "the command")
+                return chain
+    raise ValueError(f"{digest}: no artifact in the store {store.uri} has it")
 
 
 def _verify_bundle(bundle: Path, store: Store) -> Chain:

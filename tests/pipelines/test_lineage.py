@@ -265,6 +265,25 @@ def test_an_expected_root_is_accepted_as_people_copy_it(original: Path) -> None:
         assert f"--expect {text}: sha256: and 64 hexadecimal digits are expected" in result.stderr
 
 
+def test_a_digest_and_the_store_are_enough(run: Path) -> None:
+    record = runs.read(run)
+    shutil.rmtree(run)
+    result = lineage(record.root, "--store", record.store.uri, "--json")
+    assert result.exit_code == 0, result.output
+    chain = json.loads(result.stdout)
+    assert chain["root"] == record.root
+    assert {node["stage"]: node["digest"] for node in chain["artifacts"]} == {
+        stage: artifact["digest"] for stage, artifact in record.artifacts.items()
+    }
+    for stage, artifact in record.artifacts.items():
+        assert lineage(artifact["digest"], "--store", record.store.uri).exit_code == 0, stage
+
+    unknown = lineage(f"sha256:{'0' * 64}", "--store", record.store.uri)
+    assert (unknown.exit_code, "no artifact in the store" in unknown.output) == (2, True)
+    assert "name its store with --store" in lineage(record.root).output
+    assert "digest sha256:12: sha256: and 64" in lineage("sha256:12", "--store", record.store.uri).output
+
+
 def test_what_is_neither_run_nor_bundle(run: Path, tmp_path: Path) -> None:
     result = lineage(tmp_path / "nothing", "--data-dir", run.parents[1])
     assert result.exit_code == 2
