@@ -12,27 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import small_run
 
 from reflux.components.storage import S3Settings, Store
 from reflux.pipelines import embedded_store, recipes, runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
-PROMPTS = 48
-SMALL = {
-    "collect_traces": {"max_new_tokens": 24, "batch_size": 4, "top_k": 8},
-    "profile_kv": {"profiled_traces": 4, "max_sequence_tokens": 96, "cost_traces": 1, "cost_tokens": 4},
-    "distill": {
-        "max_steps": 12, "batch_sequences": 4, "micro_batch_sequences": 2, "max_sequence_tokens": 96, "group_size": 16,
-        "rollout_batch": 4, "rollout_new_tokens": 8, "validation_traces": 2, "checkpoint_every": 1,
-    },
-    "calibrate": {"check_traces": 2},
-    "evaluate": {
-        "windows": 2, "window_tokens": 64, "heldout_traces": 3, "batch_traces": 2, "generations": 1,
-        "generation_tokens": 6, "latency_tokens": 20, "min_gap_closed_heldout": 0.0, "min_gap_closed_text": 0.0,
-        "max_perplexity_ratio": 0.0, "min_pmr": 0.0,
-    },
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +26,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("lib") / "python3 with space"
     folder.mkdir()
     (folder / "model").symlink_to(tiny_model)
-    rows = [{"prompt_id": f"p{n}", "prompt": f"Run python3 to add {n} and {n}."} for n in range(PROMPTS)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    labels = [f"p{n},0,{annotator},{1 + n % 5}" for n in range(6) for annotator in ("ann", "bob")]
-    (folder / "labels.csv").write_text("\n".join(["prompt_id,step,annotator,rating", *labels]))
-    (folder / "small.json").write_text(json.dumps(SMALL))
+    small_run.write(folder)
     return folder
 
 
@@ -99,7 +80,7 @@ def _reached(store: Store, reached: Callable[[set[str]], bool]) -> bool:
 
 def in_the_middle_of_collect(objects: set[str]) -> bool:
     pending = [name for name in objects if name.startswith("objects/collect_traces/") and "/pending/traces/" in name]
-    return 2 <= len(pending) < PROMPTS // 4 - 2
+    return 2 <= len(pending) < small_run.PROMPTS // 4 - 2
 
 
 def in_the_middle_of_distill(objects: set[str]) -> bool:
