@@ -1,6 +1,7 @@
 """The delivered bundle: how a trained low-bit student is laid out in files, and how those files become a model again.
 
     config.json, tokenizer…   the base model's own, with compressed-tensors' quantization_config
+    generation_config.json    the base model's own: how it samples, and the tokens that end an answer
     model.safetensors         packed codes and scales of every decoder linear (pack-quantized); the rest as it was
     quant_config.json         the whole quantiser: scheme, per linear and per activation site
     policy_table.bin          the position table (policy_table.py)
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from reflux.components import policy_table
 from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme, apply_scheme, decoder_layers
@@ -205,6 +206,7 @@ def load_bundle(folder: Path) -> Any:
         )
     model.load_state_dict(state, strict=False)
     model.tie_weights()
+    model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     policy = policy_table.decode((folder / "policy_table.bin").read_bytes()) if scheme.needs_policy else None
     on_the_grid = replace(scheme, weight_bits=FULL_PRECISION)
     return apply_scheme(model, on_the_grid, policy).eval().requires_grad_(False)

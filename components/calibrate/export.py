@@ -52,6 +52,8 @@ def write_bundle(
         config = json.loads((folder / "config.json").read_text())
         config["quantization_config"] = compressed_tensors_config(scheme)
         (folder / "config.json").write_text(_json(config))
+    # not save_pretrained, which refuses what some published models have: a temperature beside do_sample false
+    (folder / "generation_config.json").write_text(student.generation_config.to_json_string() + "\n")
     tokenizer.save_pretrained(folder)
     save_file(deployed_state(student, scheme), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "quant_config.json").write_text(_json(quant_config(student, scheme, thresholds, fallback_share)))

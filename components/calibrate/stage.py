@@ -45,7 +45,7 @@ def run(
             thresholds = (
                 _outlier_thresholds(model, sequences, config.outlier_quantile) if scheme.quantizes_activations else {}
             )
-            trained_logprobs = _logprobs(model, sequences)
+            trained_logprobs = _logprobs(model, sequences, "trained forward")
         parents = {"student": student.digest, "profile": profile.digest, "traces": traces.digest}
         write_bundle(
             folder,
@@ -60,7 +60,7 @@ def run(
         _require_equal_weights(model, exported, scheme)
         difference = max(
             (ours - theirs).abs().max().item()
-            for ours, theirs in zip(trained_logprobs, _logprobs(exported, sequences), strict=True)
+            for ours, theirs in zip(trained_logprobs, _logprobs(exported, sequences, "exported bundle"), strict=True)
         )
         if difference > config.tolerance:
             raise ValueError(
@@ -100,14 +100,14 @@ def _trained(student: Artifact, base_path: Path, scheme: Scheme, scratch: Path) 
 
 
 @torch.no_grad()
-def _logprobs(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """Per sequence, [T] log-probabilities of its own next tokens."""
+def _logprobs(model: Any, sequences: list[list[int]], phase: str) -> list[torch.Tensor]:
+    """Per sequence, [T] log-probabilities of its own next tokens. `phase` is what progress calls this pass."""
     results = []
     for done, ids in enumerate(sequences):
         input_BT, mask_BT, position_BT = padded([ids], 0)
         logits_TV = model(input_BT, attention_mask=mask_BT, position_ids=position_BT).logits[0, :-1].float()
         results.append(logits_TV.log_softmax(-1).gather(-1, input_BT[0, 1:, None])[:, 0])
-        progress.report(done + 1, len(sequences), "traces")
+        progress.report(done + 1, len(sequences), "traces", phase)
     return results
 
 
@@ -120,9 +120,10 @@ def _outlier_thresholds(model: Any, sequences: list[list[int]], quantile: float)
         largest[site].append(x_BTD.abs().amax(-1).flatten())
 
     with watching_sites(model, see):
-        for ids in sequences:
+        for done, ids in enumerate(sequences):
             input_BT, mask_BT, position_BT = padded([ids], 0)
             model.model(input_BT, attention_mask=mask_BT, position_ids=position_BT)
+            progress.report(done + 1, len(sequences), "traces", "outlier thresholds")
     return {site: torch.cat(parts).quantile(quantile).item() for site, parts in largest.items()}
 
 

@@ -196,6 +196,16 @@ def test_weights_stay_low_bit_on_the_full_precision_path(delivered: Path, chain:
     assert (ours - rounded).abs().max() > 0.01
 
 
+def test_progress_names_what_each_pass_is(
+    chain: Chain, student: Artifact, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibrated(chain, student, tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("progress")]
+    passes = [line[line.index("(") + 1 : -1] for line in lines if "100 %" in line]
+    assert passes == ["outlier thresholds", "trained forward", "exported bundle"]
+    assert all("(" in line for line in lines)
+
+
 def edited(bundle: Path, **values: Any) -> None:
     path = bundle / "quant_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))

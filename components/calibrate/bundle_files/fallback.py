@@ -61,6 +61,8 @@ class Server:
             "attention_mask": torch.ones(1, len(token_ids), dtype=torch.long),
         }
         ends = {"eos_token_id": self.tokenizer.eos_token_id, "pad_token_id": self.tokenizer.pad_token_id}
+        own = self.model.generation_config  # a model may end its answers with more tokens than the tokenizer's one
+        ends |= {name: value for name in ends if (value := getattr(own, name)) is not None}
         ids = self.model.generate(**inputs, **ends, max_new_tokens=max_new_tokens, do_sample=False)
         return self.tokenizer.decode(ids[0, len(token_ids) :], skip_special_tokens=True)
 
