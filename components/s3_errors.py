@@ -23,11 +23,12 @@ from botocore.exceptions import (
     PartialCredentialsError,
     SSLError,
 )
+from urllib3.exceptions import HTTPError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FAILURES = (ClientError, BotoCoreError, Boto3Error)
+FAILURES = (ClientError, BotoCoreError, Boto3Error, HTTPError)  # botocore lets urllib3's through while it reads a body
 MISSING = {"404", "NoSuchKey", "NotFound"}
 CHANGED = {"412", "PreconditionFailed"}
 NO_UPLOAD = {"404", "NoSuchUpload"}
@@ -69,7 +70,7 @@ def transient(error: BaseException) -> bool:
         return (status >= 500 and status != 501) or status == 429 or code(error) in _AGAIN
     if isinstance(error, SSLError):  # a handshake that was cut off heals, a certificate does not
         return not _untrusted(error) and "WRONG_VERSION_NUMBER" not in str(error)
-    return isinstance(error, (ConnectionError, HTTPClientError, IncompleteReadError))
+    return isinstance(error, (ConnectionError, HTTPClientError, IncompleteReadError, HTTPError))
 
 
 def explanation(error: BaseException, meaning: str = "") -> str:

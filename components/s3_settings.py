@@ -113,7 +113,7 @@ class S3Settings:
         return {name: value for name, value in names.items() if value} | self._changed_manners()
 
     def mlflow_env(self) -> dict[str, str]:
-        """The same for MLflow's artifacts in S3: it has names of its own, and guesses where the bucket stands in a URL."""
+        """The same for MLflow's artifacts in S3: it has its own names, and guesses where the bucket stands in a URL."""
         named = {"MLFLOW_S3_ENDPOINT_URL": self.endpoint} if self.endpoint else {}
         ignore = {} if self.verify_tls else {"MLFLOW_S3_IGNORE_TLS": "true"}
         return self.env() | named | ignore | {"MLFLOW_BOTO_CLIENT_ADDRESSING_STYLE": self.addressing}

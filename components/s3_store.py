@@ -33,10 +33,11 @@ from reflux.components.s3_errors import (
     transient,
 )
 from reflux.components.s3_file import RangeFile
-from reflux.components.storage import CHUNK_BYTES, Entry, S3Settings, Store, StoreError, checked_key
+from reflux.components.storage import Entry, S3Settings, Store, StoreError, checked_key
 
 CONNECT_S, SILENT_S = 5, 60  # the longest wait for a connection, and for the next byte of an answer
 FIRST_CONTACT_S = 2.0  # a store that is looked at before any work is done gets little patience: it may be mistyped
+_READ_BYTES = 1 << 20  # at most so much is asked for twice when a stream breaks off
 _WRITER = "reflux-writer"  # metadata of conditionally written objects: whose it is
 _CHANGED = ClientError({"Error": {"Code": "PreconditionFailed", "Message": "another version"}}, "GetObject")
 T = TypeVar("T")
@@ -63,7 +64,7 @@ class S3Store(Store):
                     if version is None:
                         version, total = answer["ETag"], answer["ContentLength"]
                     _require_version(answer, version)
-                    for chunk in answer["Body"].iter_chunks(CHUNK_BYTES):
+                    for chunk in answer["Body"].iter_chunks(_READ_BYTES):
                         position += len(chunk)
                         patience.renew()
                         yield chunk
@@ -229,12 +230,7 @@ class S3Store(Store):
 
 def arrow_filesystem(settings: S3Settings) -> fs.S3FileSystem:
     """pyarrow's own access to the same server, for notebooks that read shards without reflux's checks."""
-    return fs.S3FileSystem(
-        **settings.arrow_options(),
-        connect_timeout=CONNECT_S,
-        request_timeout=SILENT_S,
-        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=10),
-    )
+    return fs.S3FileSystem(**settings.arrow_options(), connect_timeout=CONNECT_S, request_timeout=SILENT_S)
 
 
 def _require_version(answer: Any, version: str) -> None:
@@ -245,7 +241,7 @@ def _require_version(answer: Any, version: str) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _client(settings: S3Settings) -> Any:
-    return boto3.client(
+    return boto3.session.Session().client(  # of its own: the default one remembers the first credentials it found
         "s3",
         **settings.boto3_options(),
         config=Config(

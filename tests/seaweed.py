@@ -9,7 +9,10 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+
+from certificates import Certificate
 
 from reflux.components.storage import S3Settings, Store, StoreError
 
@@ -18,11 +21,15 @@ _PORTS = ("s3", "master", "volume", "filer", "admin")
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[S3Settings]:
-    """Settings of a server that has the bucket; it is killed at the end, since nobody reads its data again."""
-    settings = S3Settings(access_key="reflux-test", secret_key="reflux-test-secret")
+def running(folder: Path, certificate: Certificate | None = None) -> Iterator[S3Settings]:
+    """Settings of a server that has the bucket; it is killed at the end, since nobody reads its data again.
+
+    With a certificate it speaks TLS only.
+    """
+    ca = str(certificate.authority) if certificate else None
+    settings = S3Settings(access_key="reflux-test", secret_key="reflux-test-secret", ca_bundle=ca)
     for attempt in range(3):  # another process may take a port between our asking and the server's binding
-        server, ready = _start(folder / str(attempt), settings)
+        server, ready = _start(folder / str(attempt), settings, certificate)
         try:
             if _answers(server, ready):
                 yield ready
@@ -33,7 +40,9 @@ def running(folder: Path) -> Iterator[S3Settings]:
     raise RuntimeError(f"the S3 server did not start: {(folder / '2' / 'log').read_text()[-2000:]}")
 
 
-def _start(folder: Path, settings: S3Settings) -> tuple[subprocess.Popen[bytes], S3Settings]:
+def _start(
+    folder: Path, settings: S3Settings, certificate: Certificate | None
+) -> tuple[subprocess.Popen[bytes], S3Settings]:
     (folder / "data").mkdir(parents=True)
     credentials = [{"accessKey": settings.access_key, "secretKey": settings.secret_key}]
     actions = ["Read", "Write", "List", "Tagging"]  # without Admin, which creates a missing bucket at the first write
@@ -44,10 +53,12 @@ def _start(folder: Path, settings: S3Settings) -> tuple[subprocess.Popen[bytes],
     command = [_binary(), "-logtostderr=true", "mini", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += [*flags, "-s3.port.iceberg=0", "-s3.port.lance=0", "-admin.ui=false", "-webdav=false", "-disableHttp"]
     command += ["-master.telemetry=false", f"-s3.config={folder / 's3.json'}", f"-bucket={BUCKET}"]
+    if certificate:
+        command += [f"-s3.cert.file={certificate.public}", f"-s3.key.file={certificate.private}"]
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
-    endpoint = f"http://127.0.0.1:{flags[0].partition('=')[2]}"
-    return server, S3Settings(endpoint=endpoint, access_key=settings.access_key, secret_key=settings.secret_key)
+    scheme = "https" if certificate else "http"
+    return server, replace(settings, endpoint=f"{scheme}://127.0.0.1:{flags[0].partition('=')[2]}")
 
 
 def _answers(server: subprocess.Popen[bytes], settings: S3Settings) -> bool:
