@@ -151,12 +151,14 @@ def container_component(
     outputs: Collection[str] = (),
     html: Collection[str] = (),
     image: str | None = None,
+    ends_run: bool = False,
 ) -> Component:
     """Declare stage `name`: its parameters are the config's fields plus `store` and `run`, its artifacts are manifests.
 
     `name` is the stage's folder under reflux.components, or the dotted package of a stage that lives elsewhere. `html`
-    are pages that KFP shows, each served from the shard `<html>.html` of the stage's artifact. ValueError for names
-    that clash and for field types that KFP cannot carry.
+    are pages that KFP shows, each served from the shard `<html>.html` of the stage's artifact. `ends_run`: the stage is
+    the last, its digest is the root of the run and its metric verdict.pass the verdict. ValueError for names that clash
+    and for field types that KFP cannot carry.
     """
     if len(outputs) != 1:
         raise ValueError(f"{name}: a stage writes exactly one artifact, not {list(outputs)}")
@@ -175,6 +177,7 @@ def container_component(
         outputs=tuple(outputs),
         html=tuple(html),
         image=image,
+        ends_run=ends_run,
     )
 
 
@@ -188,6 +191,7 @@ class Component:
     outputs: tuple[str, ...]
     html: tuple[str, ...]
     image: str | None
+    ends_run: bool
 
     def __call__(self, config: Any = None, *, image: str = "", **arguments: Any) -> Any:
         """KFP's task, inside a pipeline: `config` is baked in as constants, and `arguments` go before it.

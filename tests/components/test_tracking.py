@@ -37,9 +37,9 @@ def brew(root: Path, *more: str, run: str = "r1") -> int:
     return entry.main(["toy_stages.brew", *flags, *more])
 
 
-def pour(root: Path, run: str = "r1") -> int:
+def pour(root: Path, *more: str, run: str = "r1") -> int:
     flags = ["--store", str(root / "store"), "--run", run, "--tea", str(root / "tea.json")]
-    return entry.main(["toy_stages.pour", *flags, "--out-cup", str(root / "cup.json")])
+    return entry.main(["toy_stages.pour", *flags, "--out-cup", str(root / "cup.json"), *more])
 
 
 def runs(client: Any, request: pytest.FixtureRequest) -> dict[str, list[Any]]:
@@ -84,6 +84,26 @@ def test_one_parent_and_one_nested_run_per_stage(tmp_path: Path, client: Any, re
     assert [file.path for file in client.list_artifacts(last.info.run_id)] == ["report.html"]
     assert [file.path for file in client.list_artifacts(parent.info.run_id)] == ["report.html"]
     assert "/mlartifacts/" in last.info.artifact_uri
+
+
+@pytest.mark.parametrize(("sweet", "verdict"), [("true", "pass"), ("false", "fail")])
+def test_the_last_stage_closes_the_run_that_no_command_began(
+    tmp_path: Path, client: Any, request: pytest.FixtureRequest, sweet: str, verdict: str
+) -> None:
+    """As on a cluster; and what `reflux run` says afterwards on one machine is the same once more."""
+    assert brew(tmp_path) == 0
+    (begun,) = runs(client, request)["r1"]
+    assert (begun.info.status, begun.data.tags.get("reflux.root")) == ("RUNNING", None)
+    assert pour(tmp_path, "--sweet", sweet) == 0
+    (parent,), (last,) = runs(client, request)["r1"], runs(client, request)["pour"]
+    assert (parent.info.run_id, parent.info.status) == (begun.info.run_id, "FINISHED")
+    assert (parent.data.tags["reflux.verdict"], parent.data.tags["reflux.root"]) == (
+        verdict,
+        last.data.tags["reflux.digest"],
+    )
+    tracking.end_pipeline("r1", status="FINISHED", verdict=verdict, root=last.data.tags["reflux.digest"])
+    (again,) = runs(client, request)["r1"]
+    assert (again.info.status, again.data.tags) == (parent.info.status, parent.data.tags)
 
 
 def test_a_retry_continues_the_run_and_repeats_no_point(

@@ -3,4 +3,6 @@
 from reflux.components.declare import container_component
 from toy_stages.pour.config import PourConfig
 
-pour = container_component("toy_stages.pour", PourConfig, inputs=["tea"], outputs=["cup"], html=["report"])
+pour = container_component(
+    "toy_stages.pour", PourConfig, inputs=["tea"], outputs=["cup"], html=["report"], ends_run=True
+)
