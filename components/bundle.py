@@ -76,17 +76,19 @@ def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
 
     `model` is the trained student (apply_scheme'd, with master weights); codes and scales are those of its own forward.
     """
-    linears = {f"{name}.weight" for name in quantized_linears(model)} if scheme.weight_bits < FULL_PRECISION else set()
+    linears = quantized_linears(model) if scheme.weight_bits < FULL_PRECISION else []
     tied = model.config.tie_word_embeddings
+    trained = {name: value.detach() for name, value in model.state_dict().items()}
+    clipping = {stem: trained.pop(f"{stem}.log_clip_OG") for stem in linears}
     state: dict[str, torch.Tensor] = {}
-    for name, value in model.state_dict().items():
+    for name, value in trained.items():
         if name.startswith("policy.") or (tied and name == "lm_head.weight"):
             continue
-        if name not in linears:
-            state[name] = value.detach().clone()
-            continue
-        codes_OI, scale_OG = weight_codes(value.detach(), scheme.weight_bits, scheme.group_size)
         stem = name.removesuffix(".weight")
+        if stem not in clipping:
+            state[name] = value.clone()
+            continue
+        codes_OI, scale_OG = weight_codes(value, scheme.weight_bits, scheme.group_size, clipping[stem])
         state[f"{stem}.weight_packed"] = pack(codes_OI, scheme.weight_bits)
         state[f"{stem}.weight_scale"] = scale_OG.to(torch.float16)
         state[f"{stem}.weight_shape"] = torch.tensor(value.shape)

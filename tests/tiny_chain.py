@@ -41,6 +41,7 @@ class Chain:
             "warmup_steps": 2, "joint_steps": 2, "finetune_steps": 4, "joint_last_layers": 1, "joint_policy_every": 1,
             "finetune_student_lr": 1e-3, "rise_steps": 0, "batch_sequences": 4, "micro_batch_sequences": 4,
             "rollout_batch": 3, "rollout_new_tokens": 12, "validation_traces": 2, "ema_decay": 0.5,
+            "weight_clip_lr": 1e-2,
         }  # fmt: skip
         return DistillConfig(teacher=str(self.model), student_uri=str(self.model), **small | options)
 

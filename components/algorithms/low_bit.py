@@ -81,17 +81,20 @@ class Scheme:
 
 class LowBitLinear(nn.Module):
     """A linear layer whose weight is rounded in every forward; `frozen_OI` holds the rounded weight while it cannot
-    change.
+    change. `log_clip_OG` says per group where the grid ends, as the log of a share of the largest |w|: 0 until it is
+    trained.
     """
 
     def __init__(self, linear: nn.Linear, bits: int, group_size: int) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.bits, self.group_size = bits, group_size
+        groups = (linear.out_features, linear.in_features // group_size)
+        self.log_clip_OG = nn.Parameter(torch.zeros(groups, dtype=self.weight.dtype, device=self.weight.device))
         self.frozen_OI: torch.Tensor | None = None
 
     def rounded(self) -> torch.Tensor:
-        return fake_quantize_weight(self.weight, self.bits, self.group_size)
+        return fake_quantize_weight(self.weight, self.bits, self.group_size, self.log_clip_OG)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.rounded() if self.frozen_OI is None else self.frozen_OI, self.bias)
@@ -211,14 +214,22 @@ def full_precision_activations(model: Any) -> Iterator[None]:
 @contextmanager
 def frozen_weights(model: Any, *, differentiable: bool = False) -> Iterator[None]:
     """Round every weight once for all forwards of the block: weights do not change between rollouts, nor between the
-    micro-batches of one optimizer step, whose gradients reach the master weights if `differentiable`.
+    micro-batches of one optimizer step. If `differentiable`, the gradients that the block gathers at the rounded weights
+    are carried on to the master weights at its end, once for all micro-batches.
     """
     layers = [m for m in model.modules() if isinstance(m, LowBitLinear)]
+    before = [layer.frozen_OI for layer in layers]
     try:
         with torch.set_grad_enabled(differentiable):
-            for layer in layers:
-                layer.frozen_OI = layer.rounded()
+            rounded = [layer.rounded() for layer in layers]
+        for layer, weight_OI in zip(layers, rounded, strict=True):
+            layer.frozen_OI = weight_OI.detach().requires_grad_(weight_OI.requires_grad)
         yield
-    finally:
         for layer in layers:
-            layer.frozen_OI = None
+            weight_OI, frozen_OI = rounded.pop(0), layer.frozen_OI
+            layer.frozen_OI = None  # a layer's two gradients are in memory together, not the model's
+            if frozen_OI is not None and frozen_OI.grad is not None:
+                weight_OI.backward(frozen_OI.grad)
+    finally:
+        for layer, frozen_OI in zip(layers, before, strict=True):
+            layer.frozen_OI = frozen_OI

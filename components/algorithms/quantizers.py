@@ -1,6 +1,7 @@
 """Fake quantisation of weights and activations, and what a quantised value costs in bits.
 
-Weights: symmetric, per group of consecutive input channels, rounded to nearest, scale in float16 as it is stored.
+Weights: symmetric, per group of consecutive input channels, rounded to nearest, scale in float16 as it is stored; where
+the grid ends can be learned per group.
 Activations: `plain` has one dynamic scale per token; `dual` adds a second grid for outliers
 (kernels/dual_scale_quant). Gradients pass straight through. Shapes: O outputs, I inputs, G groups of a row, S inputs
 of a group; N tokens, D channels.
@@ -24,19 +25,33 @@ def check_group_size(group_size: int, columns: int) -> None:
         raise ValueError(f"group_size {group_size}: must divide the {columns} input channels of every layer")
 
 
-def weight_codes(weight_OI: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 [O, I] in [−2^(b−1), 2^(b−1) − 1] and scales [O, G] (float16 values). ValueError if the group does
-    not divide I.
+def weight_codes(
+    weight_OI: torch.Tensor, bits: int, group_size: int, log_clip_OG: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 [O, I] in [−2^(b−1), 2^(b−1) − 1] and scales [O, G] (float16 values).
+
+    The grid ends at each group's largest |w| times exp(log_clip), 1 if there is none: learnable weight clipping as in
+    OmniQuant (arXiv 2308.13137). ValueError if the group does not divide I.
     """
+    codes_OGS, scale_OG, _ = _on_grid(weight_OI, bits, group_size, log_clip_OG)
+    return codes_OGS.to(torch.int8).reshape(weight_OI.shape), scale_OG
+
+
+def _on_grid(
+    weight_OI: torch.Tensor, bits: int, group_size: int, log_clip_OG: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes as floats [O, G, S], scales [O, G], and the weights in steps of the grid before rounding [O, G, S]."""
     rows, columns = weight_OI.shape
     check_group_size(group_size, columns)
     grouped_OGS = weight_OI.reshape(rows, columns // group_size, group_size)
     half_steps = 2**bits - 1  # the grid is one code longer below zero, so its half width is (2^b − 1) / 2 steps
-    scale_OG = grouped_OGS.abs().amax(-1) * 2 / half_steps
-    scale_OG = scale_OG.to(torch.float16).to(weight_OI.dtype).clamp(min=SMALLEST_SCALE)
+    end_OG = grouped_OGS.abs().amax(-1)
+    if log_clip_OG is not None:
+        end_OG = end_OG * log_clip_OG.exp()
+    scale_OG = (end_OG * 2 / half_steps).to(torch.float16).to(weight_OI.dtype).clamp(min=SMALLEST_SCALE)
+    steps_OGS = grouped_OGS / scale_OG[..., None]
     lowest = -(2 ** (bits - 1))
-    codes_OGS = (grouped_OGS / scale_OG[..., None]).round_().clamp_(lowest, -lowest - 1)
-    return codes_OGS.to(torch.int8).reshape(rows, columns), scale_OG
+    return steps_OGS.round().clamp_(lowest, -lowest - 1), scale_OG, steps_OGS
 
 
 def weight_values(codes_OI: torch.Tensor, scale_OG: torch.Tensor) -> torch.Tensor:
@@ -45,19 +60,35 @@ def weight_values(codes_OI: torch.Tensor, scale_OG: torch.Tensor) -> torch.Tenso
     return (codes_OI.reshape(rows, groups, -1) * scale_OG[..., None]).reshape(rows, -1)
 
 
-def fake_quantize_weight(weight_OI: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-    """The weight as it will be deployed; the gradient reaches the master weight unchanged."""
-    return _RoundWeight.apply(weight_OI, bits, group_size)
+def fake_quantize_weight(
+    weight_OI: torch.Tensor, bits: int, group_size: int, log_clip_OG: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The weight as it will be deployed. The gradient reaches the master weight unchanged, and the clipping as a
+    learned step size does it: LSQ, arXiv 1902.08153, eq. 3.
+    """
+    return _RoundWeight.apply(weight_OI, bits, group_size, log_clip_OG)
 
 
 class _RoundWeight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight_OI: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-        return weight_values(*weight_codes(weight_OI, bits, group_size))
+    def forward(
+        ctx: Any, weight_OI: torch.Tensor, bits: int, group_size: int, log_clip_OG: torch.Tensor | None
+    ) -> torch.Tensor:
+        codes_OGS, scale_OG, _ = _on_grid(weight_OI, bits, group_size, log_clip_OG)
+        ctx.save_for_backward(weight_OI, log_clip_OG)
+        ctx.bits, ctx.group_size = bits, group_size
+        return codes_OGS.mul_(scale_OG[..., None]).reshape(weight_OI.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grads[0], None, None
+        if not ctx.needs_input_grad[3]:
+            return grads[0], None, None, None
+        weight_OI, log_clip_OG = ctx.saved_tensors
+        codes_OGS, scale_OG, steps_OGS = _on_grid(weight_OI, ctx.bits, ctx.group_size, log_clip_OG)
+        lowest = -(2 ** (ctx.bits - 1))
+        inside_OGS = (steps_OGS > lowest) & (steps_OGS < -lowest - 1)
+        slope_OGS = torch.where(inside_OGS, codes_OGS - steps_OGS, codes_OGS)
+        return grads[0], None, None, (grads[0].view_as(slope_OGS) * slope_OGS).sum(-1) * scale_OG
 
 
 def plain(x: torch.Tensor, main_scale: torch.Tensor | None, bits: int) -> torch.Tensor:

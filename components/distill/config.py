@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from reflux.components.declare import setting, source
 
-STAGE_VERSION = "1"
+STAGE_VERSION = "2"
 
 OBJECTIVES = ("beta_jsd", "forward_kl", "reverse_kl")
 EXPORTS = ("ema", "last")
@@ -61,6 +61,10 @@ class DistillConfig:
     """Rate of the weights there. The published value, for 7B parameters; 135M ones want a hundred times more."""
     finetune_policy_every: int = 4
     """The table moves every so many steps there."""
+    weight_clip_lr: float = 0.0
+    """Rate at which each weight group learns where its grid ends, in the steps that move its layer; 0: at its largest
+    |w|. Of the logarithm, so 5e-3 moves an end by half a percent a step.
+    """
     max_steps: int = 0
     """Cap on the optimizer steps of all phases together, shortened in proportion; 0 is no cap."""
     rise_steps: int = 2
@@ -124,7 +128,7 @@ class DistillConfig:
             raise ValueError(f"distill.ema_decay {self.ema_decay}: must be in [0, 1)")
         counts = ("warmup_steps", "joint_steps", "finetune_steps", "max_steps", "rise_steps", "joint_last_layers")
         rates = ("warmup_policy_lr", "joint_policy_lr", "joint_student_lr", "finetune_policy_lr", "finetune_student_lr")
-        for name in (*counts, *rates, "validation_traces", "weight_decay"):
+        for name in (*counts, *rates, "weight_clip_lr", "validation_traces", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"distill.{name} {getattr(self, name)}: must not be negative")
         if self.warmup_steps + self.joint_steps + self.finetune_steps < 1:

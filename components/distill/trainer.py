@@ -42,10 +42,13 @@ class Trainer:
         self.layers = decoder_layers(student)
         self.policy = {"policy.log_main_SP": student.policy.log_main_SP} if student.policy is not None else {}
         self.weights = {f"model.layers.{name}": p for name, p in self.layers.named_parameters()}
+        self.clipping = {name: p for name, p in self.weights.items() if name.endswith(".log_clip_OG")}
+        masters = [p for name, p in self.weights.items() if name not in self.clipping]
         groups = [
             {"params": list(self.policy.values()), "weight_decay": 0.0},
-            {"params": [p for p in self.weights.values() if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in self.weights.values() if p.ndim == 1], "weight_decay": 0.0},
+            {"params": [p for p in masters if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in masters if p.ndim == 1], "weight_decay": 0.0},
+            {"params": list(self.clipping.values()), "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, fused=True)
         self.ema = Ema(self.trained(), config.ema_decay)
@@ -103,9 +106,11 @@ class Trainer:
         first = 0 if phase.last_layers < 0 else len(self.layers) - phase.last_layers
         for i, layer in enumerate(self.layers):
             layer.requires_grad_(i >= first and phase.student_lr > 0)
-        for group, lr in zip(
-            self.optimizer.param_groups, (phase.policy_lr, phase.student_lr, phase.student_lr), strict=True
-        ):
+        if not self.config.weight_clip_lr:
+            for p in self.clipping.values():
+                p.requires_grad_(False)
+        rates = (phase.policy_lr, phase.student_lr, phase.student_lr, self.config.weight_clip_lr)
+        for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = lr * factor
 
     def _sequences(self) -> list[Sequence]:

@@ -206,6 +206,31 @@ def test_frozen_weights_give_equal_outputs_and_are_released(model: Any):
     assert all(m.frozen_OI is None for m in model.modules() if isinstance(m, LowBitLinear))
 
 
+def test_frozen_weights_carry_the_gradients_of_all_their_forwards(model: Any):
+    apply_scheme(model, Scheme(group_size=32), table(model))
+    halves = [{name: value[i : i + 1] for name, value in batch(rows=2).items()} for i in range(2)]
+    for half in halves:
+        model(**half).logits.pow(2).mean().backward()
+    expected = {name: p.grad.clone() for name, p in decoder_layers(model).named_parameters()}
+    model.zero_grad()
+    with frozen_weights(model, differentiable=True):
+        for half in halves:
+            model(**half).logits.pow(2).mean().backward()
+    for name, p in decoder_layers(model).named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], msg=name)
+    assert any(name.endswith("log_clip_OG") for name in expected)
+
+
+@torch.no_grad()
+def test_frozen_weights_may_be_frozen_again_inside(model: Any):
+    apply_scheme(model, Scheme(group_size=32), table(model))
+    with frozen_weights(model):
+        outer = {layer: layer.frozen_OI for layer in model.modules() if isinstance(layer, LowBitLinear)}
+        with frozen_weights(model):
+            pass
+        assert all(layer.frozen_OI is frozen_OI for layer, frozen_OI in outer.items())
+
+
 @torch.no_grad()
 def test_full_precision_activations_leave_the_weights_alone_rounded(model: Any, tiny_model: Path):
     weights_only = apply_scheme(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), WEIGHTS_ONLY)

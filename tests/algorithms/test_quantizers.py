@@ -118,6 +118,35 @@ def test_the_gradient_passes_a_rounded_weight_unchanged():
 
 
 @BITS
+def test_clipping_moves_the_end_of_the_grid(bits: int):
+    weight_OI = weights(8, 64)
+    _, whole_OG = weight_codes(weight_OI, bits, 16)
+    codes_OI, half_OG = weight_codes(weight_OI, bits, 16, torch.full((8, 4), 0.5).log())
+    torch.testing.assert_close(half_OG, whole_OG / 2, rtol=2**-10, atol=0)
+    assert (codes_OI == -(2 ** (bits - 1))).any()  # values beyond the end are clipped to it
+    untouched = weight_codes(weight_OI, bits, 16, torch.zeros(8, 4))
+    assert all(torch.equal(a, b) for a, b in zip(untouched, weight_codes(weight_OI, bits, 16), strict=True))
+
+
+@BITS
+def test_the_gradient_of_the_clipping_is_that_of_a_learned_step_size(bits: int):
+    """Reference: clip, then round straight through, and let autograd do the rest."""
+    weight_OI, upstream_OI = weights(6, 32), weights(6, 32, seed=3)
+    log_clip_OG = (weights(6, 2, seed=4) / 4 - 0.2).requires_grad_()
+    fake_quantize_weight(weight_OI, bits, 16, log_clip_OG).backward(upstream_OI)
+
+    reference_OG = log_clip_OG.detach().clone().requires_grad_()
+    grouped_OGS, lowest = weight_OI.reshape(6, 2, 16), -(2 ** (bits - 1))
+    exact_OG = grouped_OGS.abs().amax(-1) * reference_OG.exp() * 2 / (2**bits - 1)
+    scale_OG = exact_OG + (exact_OG.half().float() - exact_OG).detach()
+    steps_OGS = (grouped_OGS / scale_OG[..., None]).clamp(lowest, -lowest - 1)
+    values_OGS = (steps_OGS + (steps_OGS.round() - steps_OGS).detach()) * scale_OG[..., None]
+    values_OGS.backward(upstream_OI.view_as(values_OGS))
+    torch.testing.assert_close(log_clip_OG.grad, reference_OG.grad, rtol=2e-3, atol=1e-3)
+    assert log_clip_OG.grad.abs().max() > 0
+
+
+@BITS
 def test_plain_equals_a_literal_loop(bits: int):
     x_ND = weights(7, 19, seed=4)
     top = 2 ** (bits - 1) - 1

@@ -127,12 +127,13 @@ def test_codes_and_scales_are_stored_as_compressed_tensors_stores_them(
     chain: Chain, student: Artifact, delivered: Path
 ) -> None:
     stored, latent = load_file(delivered / "model.safetensors"), load(student.file("latent.safetensors"))
-    linears = [name.removesuffix(".weight") for name in latent if latent[name].ndim == 2]
+    linears = [name.removesuffix(".weight") for name in latent if name.endswith("_proj.weight")]
     assert len(linears) == 2 * 7
     for name in linears:
         weight_OI = latent[f"{name}.weight"]
-        codes_OI, scale_OG = weight_codes(weight_OI, 4, 64)
-        assert f"{name}.weight" not in stored
+        assert latent[f"{name}.log_clip_OG"].any()
+        codes_OI, scale_OG = weight_codes(weight_OI, 4, 64, latent[f"{name}.log_clip_OG"])
+        assert not {f"{name}.weight", f"{name}.log_clip_OG"} & stored.keys()
         assert stored[f"{name}.weight_shape"].tolist() == list(weight_OI.shape)
         assert torch.equal(stored[f"{name}.weight_packed"], pack(codes_OI, 4))
         assert stored[f"{name}.weight_scale"].dtype == torch.float16

@@ -204,6 +204,13 @@ def test_each_phase_moves_its_own_parameters(whole: Artifact, chain: Chain) -> N
     assert list(phases.values()) == ["warmup"] * 2 + ["joint"] * 2 + ["finetune"] * 4
 
 
+def test_clipping_stays_where_it_is_unless_it_has_a_rate(chain: Chain) -> None:
+    trainer = training(chain, on_policy_fraction=0.0, warmup_steps=0, joint_steps=0, weight_clip_lr=0.0).trainer
+    trainer.advance()
+    assert len(trainer.clipping) == 2 * 7
+    assert not any(p.any() for p in trainer.clipping.values())
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_moves_anything(chain: Chain, poison: float) -> None:
     trainer = training(chain, on_policy_fraction=0.0).trainer
