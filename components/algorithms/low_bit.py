@@ -214,8 +214,8 @@ def full_precision_activations(model: Any) -> Iterator[None]:
 @contextmanager
 def frozen_weights(model: Any, *, differentiable: bool = False) -> Iterator[None]:
     """Round every weight once for all forwards of the block: weights do not change between rollouts, nor between the
-    micro-batches of one optimizer step. If `differentiable`, the gradients that the block gathers at the rounded weights
-    are carried on to the master weights at its end, once for all micro-batches.
+    micro-batches of one optimizer step. If `differentiable`, the gradients that the block gathers at the rounded
+    weights are carried on to the master weights at its end, once for all micro-batches.
     """
     layers = [m for m in model.modules() if isinstance(m, LowBitLinear)]
     before = [layer.frozen_OI for layer in layers]
