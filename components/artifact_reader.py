@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from reflux.components import tables
+from reflux.components import column_reads, tables
 from reflux.components.canonical import sha256_hex
 from reflux.components.local_store import LocalStore
 from reflux.components.provenance import ArtifactError, Manifest, Shard, checked_name, from_bytes
@@ -97,15 +98,20 @@ class Artifact:
         return [s for s in self.record.shards if not prefix or s.name == prefix or s.name.startswith(f"{prefix}/")]
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
-        """All rows of the shards of that name, in memory."""
-        parts = ((shard.name, read_verified(self.store, shard)) for shard in self._some(name))
-        return pa.concat_tables(tables.read(shard_name, pa.BufferReader(data), columns) for shard_name, data in parts)
+        """All rows of the shards of that name, in memory; of large ones, only the columns pass the network."""
+        return pa.concat_tables(self._read(shard, columns) for shard in self._some(name))
 
     def batches(self, name: str, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """The same rows as a stream, a row group at a time. From S3, the shard being read lies in a temporary file."""
+        """The same rows as a stream, a row group at a time, which is fetched when its batch is asked for.
+
+        From S3, a small shard and one that is read in all its columns lie in a temporary file meanwhile.
+        """
         for shard in self._some(name):
-            with self._on_disk(shard) as path:
-                yield from tables.batches(shard.name, path, columns)
+            if self._in_parts(shard, columns):
+                yield from tables.groups(shard.name, self._parquet(shard), columns)
+            else:
+                with self._on_disk(shard) as path:
+                    yield from tables.batches(shard.name, path, columns)
 
     def schema_metadata(self, name: str) -> dict[str, str]:
         """What the writer put into the tables' schema metadata (fingerprints, sampling contract), from the manifest."""
@@ -142,6 +148,18 @@ class Artifact:
         if found[0].name != name:  # a name sorts before those below it
             raise ArtifactError(f"{self.place}: {name!r} is several shards; ask for one of {[s.name for s in found]}")
         return found[0]
+
+    def _read(self, shard: Shard, columns: list[str] | None) -> pa.Table:
+        if self._in_parts(shard, columns):
+            return pa.Table.from_batches(tables.groups(shard.name, self._parquet(shard), columns))
+        return tables.read(shard.name, pa.BufferReader(read_verified(self.store, shard)), columns)
+
+    def _in_parts(self, shard: Shard, columns: list[str] | None) -> bool:
+        """Whether to fetch columns by themselves: a directory gives its pages faster than they can be hashed apart."""
+        return bool(shard.parts) and columns is not None and not isinstance(self.store, LocalStore)
+
+    def _parquet(self, shard: Shard) -> pq.ParquetFile:
+        return column_reads.open_parquet(self.store, shard, place(self.store, shard.object))
 
     @contextmanager
     def _on_disk(self, shard: Shard) -> Iterator[Path]:

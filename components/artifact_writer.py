@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from reflux.components import environment, tables
+from reflux.components import column_reads, environment, tables
 from reflux.components.artifact_reader import (
     Artifact,
     artifact_folder,
@@ -115,7 +115,10 @@ class Writer:
         """Write rows as a Parquet shard, with the schema's metadata. ValueError names a column that breaks it."""
         data = tables.encode(name, table, schema)
         shard = self._shard(name, hashlib.sha256(data).hexdigest(), len(data), ".parquet", measured)
-        shard = replace(shard, rows=table.num_rows, schema=tables.fingerprint(schema), metadata=tables.metadata(schema))
+        shard = replace(
+            shard, rows=table.num_rows, schema=tables.fingerprint(schema), metadata=tables.metadata(schema),
+            parts=column_reads.parts(data),
+        )  # fmt: skip
         if not self._stored(shard):
             self.store.write(shard.object, data.to_pybytes())
         self._point(shard)

@@ -54,6 +54,7 @@ class Shard:
     schema: str | None = None  # fingerprint of the columns' names, types and nullability
     measured: bool = False
     metadata: dict[str, str] = field(default_factory=dict)  # of the table's schema
+    parts: list[list[Any]] = field(default_factory=list)  # of a large table: [bytes, sha256], see column_reads.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,11 @@ class Manifest:
     @property
     def digest(self) -> str:
         """sha256 over inputs and content: equal work has equal digests, whenever and in whatever order it was done."""
-        content = sorted((shard.name, shard.sha256, shard.schema) for shard in self.shards if not shard.measured)
+        content = sorted(
+            (shard.name, shard.sha256, shard.schema, *([shard.parts] if shard.parts else []))
+            for shard in self.shards
+            if not shard.measured
+        )
         return "sha256:" + sha256_hex(canonical(self._inputs() | {"config": self.key_fields, "shards": content}))
 
     def _inputs(self) -> dict[str, Any]:
@@ -167,6 +172,7 @@ def _document(manifest: Manifest) -> dict[str, Any]:
                     "schema": shard.schema,
                     "metadata": shard.metadata,
                     "measured": shard.measured,
+                    **({"parts": shard.parts} if shard.parts else {}),
                 },
             }
             for shard in sorted(manifest.shards, key=lambda shard: shard.name)

@@ -56,9 +56,14 @@ def read(name: str, source: Any, columns: list[str] | None) -> pa.Table:
 def batches(name: str, source: Any, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
     """One batch per row group."""
     with pq.ParquetFile(source) as file:
-        known = _known(name, file.schema_arrow, columns)
-        for group in range(file.num_row_groups):
-            yield from file.read_row_group(group, columns=known).combine_chunks().to_batches()
+        yield from groups(name, file, columns)
+
+
+def groups(name: str, file: pq.ParquetFile, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+    """One batch per row group of an open file; a group is read when its batch is asked for."""
+    known = _known(name, file.schema_arrow, columns)
+    for group in range(file.num_row_groups):
+        yield from file.read_row_group(group, columns=known).combine_chunks().to_batches()
 
 
 def _known(name: str, schema: pa.Schema, columns: list[str] | None) -> list[str] | None:

@@ -20,6 +20,7 @@ from typing import Any
 from reflux.components.artifacts import Artifact
 from reflux.components.progress import MetricPoint
 from reflux.components.provenance import public_uri
+from reflux.components.s3_settings import S3Settings
 from reflux.components.sources import Source
 
 EXPERIMENT = "reflux"
@@ -165,6 +166,9 @@ def _connect() -> tuple[Any, str]:
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
+    for variable, value in S3Settings.from_env().mlflow_env().items():  # for artifacts that MLflow puts into S3 itself
+        if variable.startswith("MLFLOW_"):
+            os.environ.setdefault(variable, value)
     uri = os.environ["MLFLOW_TRACKING_URI"]
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
     try:

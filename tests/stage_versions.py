@@ -28,6 +28,7 @@ CARRIERS = {
         "artifact_writer",
         "artifacts",
         "checkpoints",
+        "column_reads",
         "declare",
         "environment",
         "local_store",
