@@ -1,8 +1,8 @@
 """The write side of an artifact: shards first, manifest last, and a killed attempt goes on from what verifies.
 
-Everything lies below objects/<stage>/<key>/: shards under the sha256 of their bytes; pending/<name>.json, which says
-that an attempt wrote a shard, and checkpoints/, both removed at commit; manifest.json, created once and never replaced,
-without which there is no artifact.
+Everything lies below objects/<stage>/<key>/: shards under the sha256 of their bytes; attempt.json, which says that
+somebody works on the key, pending/<name>.json, which says that an attempt wrote a shard, and checkpoints/, all removed
+at commit; manifest.json, created once and never replaced, without which there is no artifact.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ from reflux.components.sources import Source
 from reflux.components.storage import Store
 
 log = logging.getLogger(__name__)
+ATTEMPT = "attempt.json"
+"""Says that somebody works on a key, and what its parents are; its age says when the artifact was last asked for."""
+REMOVING = "removing.json"
+"""Says that a garbage collection removes what is in the folder."""
+REMOVING_S = 3600.0
+"""A removal takes minutes; one that is older was killed."""
 
 
 class Writer:
@@ -92,8 +98,10 @@ class Writer:
     def existing(self) -> Artifact | None:
         """The committed artifact of this key, if all its objects exist in the right size.
 
-        ArtifactError if its manifest was changed: such an artifact is neither used nor silently made again.
+        The key counts as in use from here on. ArtifactError if it is being removed, or if its manifest was changed:
+        such an artifact is neither used nor silently made again.
         """
+        self._claim()
         if not self.store.exists(manifest_key(self.stage, self.key)):
             return None
         artifact = Artifact.open(self.store, self.stage, self.key)
@@ -178,7 +186,24 @@ class Writer:
             log.warning(message, artifact.place, artifact.digest, manifest.digest)
         self.store.delete_prefix(f"{self._folder}/pending")
         self._checkpoints.clear()
+        self.store.delete(f"{self._folder}/{ATTEMPT}")
         return artifact
+
+    def _claim(self) -> None:
+        """Say that the key and its parents are in use, and only then look whether a garbage collection removes them.
+
+        It works the other way round (pipelines/removal.py), so of two that meet at least one sees the other.
+        """
+        parents = sorted([parent.stage, parent.key] for parent in self._draft.parents.values())
+        self.store.write(f"{self._folder}/{ATTEMPT}", canonical({"parents": parents}))
+        marker = f"{self._folder}/{REMOVING}"
+        found = self.store.entries(marker)
+        if marker not in found:
+            return
+        if self.store.now_s() - found[marker].modified_s < REMOVING_S:
+            self.store.delete(f"{self._folder}/{ATTEMPT}")
+            raise ArtifactError(f"{place(self.store, self._folder)}: `reflux store gc` is removing it; try again later")
+        self.store.delete(marker)  # of one that was killed
 
     def _given(self, field: str) -> Source:
         if field not in self._sources:

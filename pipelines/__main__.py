@@ -274,11 +274,45 @@ def status(data_dir: Path) -> None:
 @AS_JSON
 @DATA_DIR
 def du(store: str, endpoint: str, as_json: bool, data_dir: Path) -> None:
-    """Bytes of every artifact, and the runs that refer to it."""
+    """Bytes of every artifact, and what it is kept for."""
     from reflux.pipelines import usage
 
-    rows = usage.measure(store, endpoint, data_dir)
-    click.echo(json.dumps([row.to_json() for row in rows], indent=2)) if as_json else usage.show(rows)
+    plan = usage.examine(store, endpoint, usage.Kept(data_dir=data_dir))
+    click.echo(json.dumps(usage.to_json(plan), indent=2)) if as_json else usage.show(plan)
+
+
+@store.command()
+@STORE
+@ENDPOINT
+@click.option(
+    "--keep-last", type=int, metavar="N", help="Of the runs, keep what the newest N need; the default is all."
+)
+@click.option(
+    "--keep", multiple=True, metavar="sha256:…|BUNDLE|RUN", help="Keep this, and what it was made from; repeatable."
+)
+@click.option(
+    "--grace-hours",
+    type=float,
+    default=24.0,
+    show_default=True,
+    help="What was touched since then stays, with its inputs.",
+)
+@click.option("--delete", is_flag=True, help="Remove it. Without this, only show what would go.")
+@AS_JSON
+@DATA_DIR
+def gc(
+    store: str, endpoint: str, keep_last: int | None, keep: tuple[str, ...], grace_hours: float, delete: bool,
+    as_json: bool, data_dir: Path,
+) -> None:  # fmt: skip
+    """Remove what neither a run of --data-dir nor --keep needs. Runs of other folders in the same store are unknown."""
+    from reflux.pipelines import usage
+
+    kept = usage.Kept(data_dir=data_dir, last=keep_last, names=keep, grace_hours=grace_hours)
+    plan, removed = usage.collect(store, endpoint, kept) if delete else (usage.examine(store, endpoint, kept), None)
+    if as_json:
+        click.echo(json.dumps([row for row in usage.to_json(plan) if row["goes"]], indent=2))
+    else:
+        usage.show_going(plan, removed)
 
 
 def _containers(runner: str, **chosen: Any) -> Any:

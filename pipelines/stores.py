@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 BESIDE = "store.json"
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # the first that is set wins
+OWN_ENDPOINT = "REFLUX_STORE_ENDPOINT_URL"  # of the store alone; sources keep the others
 KINDS = ("embedded", "directory", "s3")
 
 
@@ -61,7 +62,7 @@ def choose(text: str, endpoint: str, data_dir: Path) -> tuple[StoreRef, str]:
     if text.startswith(("s3://", "minio://")):
         if not text.partition("://")[2].strip("/"):
             raise ValueError(f"--store {text}: no bucket; write s3://bucket/prefix")
-        known = (endpoint, *(os.environ.get(name, "") for name in ENDPOINT_VARIABLES))
+        known = (endpoint, *(os.environ.get(name, "") for name in (OWN_ENDPOINT, *ENDPOINT_VARIABLES)))
         return StoreRef(kind="s3", uri=text.rstrip("/"), endpoint=next(filter(None, known), "")), ""
     if endpoint:
         raise ValueError(f"--endpoint belongs to --store s3://…, not to {text!r}")
@@ -120,6 +121,10 @@ def opened(ref: StoreRef, *, create: bool = False) -> Iterator[tuple[Store, dict
     if ref.kind == "embedded":
         with embedded_store.running(Path(ref.folder)) as server:
             yield Store.open(ref.uri, S3Settings.of_store(server.environment())), server.environment()
+    elif os.environ.get(OWN_ENDPOINT) and os.environ[OWN_ENDPOINT] == ref.endpoint:
+        yield Store.open(ref.uri, S3Settings.of_store()), {}
     else:
         environment = dict.fromkeys(ENDPOINT_VARIABLES, ref.endpoint) if ref.endpoint else {}
+        if OWN_ENDPOINT in os.environ:
+            environment[OWN_ENDPOINT] = ""  # it names another store than the one that was asked for
         yield Store.open(ref.uri, S3Settings.from_env({**os.environ, **environment})), environment
