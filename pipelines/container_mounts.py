@@ -1,7 +1,7 @@
 """What a stage's container gets from this machine: folders and files, at the paths they have here, and the environment.
 
-A container sees nothing of the machine by itself. The store, sources that are paths, the cache of what was fetched, a
-MLflow database and files that a variable names are mounted; what cannot be is refused here, before a stage starts.
+A container sees nothing of the machine by itself. The store, sources that are paths, the cache of what was fetched and
+files that a variable names are mounted; what cannot be is refused here, before a stage starts.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from reflux.components.provenance import public_uri
 from reflux.pipelines.stores import StoreRef
 
 _FAMILIES = ("AWS_", "REFLUX_", "MLFLOW_")
-_SINGLE = ("OMP_NUM_THREADS", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
-_OUR_OWN = ("REFLUX_CACHE", "REFLUX_PARENT_PID", "REFLUX_PROGRESS")
+_SINGLE = (
+    "OMP_NUM_THREADS", "HF_HUB_DISABLE_PROGRESS_BARS",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
+)  # fmt: skip
+_OUR_OWN = ("REFLUX_CACHE", "REFLUX_CODE_VERSION", "REFLUX_PARENT_PID", "REFLUX_PROGRESS")
 _FILES = (  # variables that name a file, and where the file is if they are not set
     ("AWS_CA_BUNDLE", ""),
     ("AWS_CONFIG_FILE", "~/.aws/config"),
@@ -54,7 +58,7 @@ def view(sources: Mapping[str, str], ref: StoreRef, environment: Mapping[str, st
     seen.environment["REFLUX_CACHE"] = str(cache.absolute())
     if ref.kind == "directory":
         _mount(seen, Path(ref.uri), writable=True)
-    _mount_tracking(seen, environment.get("MLFLOW_TRACKING_URI", ""))
+    _require_server(environment.get("MLFLOW_TRACKING_URI", ""))
     for name, uri in sources.items():
         seen.sources[name] = _mount_source(seen, name, uri)
     if network != "host":
@@ -82,12 +86,13 @@ def _mount_file(seen: View, variable: str, text: str) -> None:
         seen.environment[variable] = str(path.absolute())
 
 
-def _mount_tracking(seen: View, uri: str) -> None:
-    """A sqlite file is reached through its folder, where sqlite puts its journal and reflux MLflow's artifacts."""
-    if uri.startswith("sqlite:///"):
-        _mount(seen, Path(uri.removeprefix("sqlite:///")).absolute().parent, writable=True)
-    elif uri and urlsplit(uri).scheme not in ("http", "https"):
-        raise ValueError(f"MLFLOW_TRACKING_URI {uri}: from containers, http(s)://… and sqlite:///… can be used")
+def _require_server(tracking_uri: str) -> None:
+    """An image has MLflow's client, which knows no database."""
+    if tracking_uri and urlsplit(tracking_uri).scheme not in ("http", "https"):
+        raise ValueError(
+            f"MLFLOW_TRACKING_URI {public_uri(tracking_uri)}: containers track through a server; start `mlflow server` "
+            "and set MLFLOW_TRACKING_URI=http://127.0.0.1:5000, or set it to nothing, which switches tracking off"
+        )
 
 
 def _mount_source(seen: View, name: str, uri: str) -> str:

@@ -19,6 +19,7 @@ import click
 
 from reflux.components import preflight, tracking
 from reflux.components.artifacts import Artifact
+from reflux.components.provenance import public_uri
 from reflux.components.storage import S3Settings, Store
 from reflux.pipelines import recipes, report, runs, stores
 from reflux.pipelines.compile import compile_to_text
@@ -131,6 +132,7 @@ def _set_defaults(data_dir: Path) -> None:
     defaults = {
         "MLFLOW_TRACKING_URI": f"sqlite:///{(data_dir / 'mlflow.db').absolute()}",
         "MLFLOW_LOGGING_LEVEL": "WARNING",  # else it tells every migration of its new database
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # of every stage; the run's end says it once
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
     for name, value in defaults.items():
@@ -156,16 +158,21 @@ def _print_end(folder: Path, record: runs.RunRecord, table: dict[str, Any]) -> N
     report.show(table)
     click.echo(f"report: {folder / 'report.html'}")
     click.echo(f"bundle: {folder / 'bundle'}")
-    click.echo(f"tracking: {_mlflow_command()}")
+    click.echo(f"tracking: {_tracking()}")
     click.echo(f"root: {record.root}")
     click.echo(f"run: {folder}")
 
 
-def _mlflow_command() -> str:
-    """What opens the tracking UI, written so that it works without an activated environment."""
+def _tracking() -> str:
+    """A server's address, else what opens the UI, written so that it works without an activated environment."""
+    uri = os.environ["MLFLOW_TRACKING_URI"]
+    if not uri:
+        return "off"
+    if uri.startswith(("http://", "https://")):
+        return public_uri(uri)
     program = Path(sys.executable).with_name("mlflow")
     name = str(program) if program.exists() else "mlflow"
-    return shlex.join([name, "ui", "--backend-store-uri", os.environ["MLFLOW_TRACKING_URI"]])
+    return shlex.join([name, "ui", "--backend-store-uri", uri])
 
 
 def _sources(recipe: recipes.Recipe) -> dict[str, str]:

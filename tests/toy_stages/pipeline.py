@@ -14,10 +14,10 @@ from toy_stages.pour.component import pour
 from toy_stages.pour.config import PourConfig
 
 
-def tea_party(**values: Any) -> Any:
+def tea_party(image: str = "", **values: Any) -> Any:
     @dsl.pipeline(name="tea-party")
     def pipeline(store: str, run: str, leaves: str) -> None:
-        at = {"store": store, "run": run}
+        at = {"store": store, "run": run, "image": image}
         tea = brew(BrewConfig(**values), leaves=leaves, **at).outputs["tea"]
         pour(PourConfig(), tea=tea, **at)
 

@@ -20,7 +20,7 @@ class BrewConfig:
     note: str = ""
     """Any text."""
     fault: str = setting("")
-    """value, crash, outage, kill or sleep: how the stage ends early."""
+    """value, crash, outage, kill, memory or sleep: how the stage ends early."""
     steps: int = setting(4)
     """Points that are published."""
 

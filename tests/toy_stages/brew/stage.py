@@ -29,6 +29,8 @@ def run(config: BrewConfig, *, tea: Writer) -> dict[str, float]:
         raise StoreError("store s3://pantry: no answer")
     if config.fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if config.fault == "memory":
+        print(len(bytearray(2 << 30)))  # zeroed, so every page is really taken
     if config.fault == "sleep":
         print(f"sleeping as {os.getpid()}", flush=True)
         time.sleep(60)
