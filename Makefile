@@ -30,9 +30,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 
 types: $(INSTALLED)
-	rm -rf build
+	rm -rf build/types build/lib
 	$(PIP) --no-deps --no-build-isolation --target build/types .
 	$(BIN)/mypy --package reflux
+
+images image-cpu image-gpu image-serve:  # settings are environment variables: images/build.py
+	$(PYTHON) images/build.py $(patsubst image-%,%,$(filter image-%,$@))
 
 mlflow: $(INSTALLED)
 	$(BIN)/mlflow ui --backend-store-uri "sqlite:///$(CURDIR)/reflux-data/mlflow.db"

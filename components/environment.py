@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -29,10 +30,13 @@ def now() -> str:
 
 @functools.cache
 def commit() -> str:
-    """The git commit of this source tree, with +changed when files differ from it; empty for an installed package."""
+    """The git commit of this source tree, with +changed when files differ from it.
+
+    An installed package has none; its image says in REFLUX_CODE_VERSION from which it was made, otherwise it is empty.
+    """
     # an installed package may lie in somebody else's repository: only a tracked file has a commit
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None or (head := _git("rev-parse", "HEAD")) is None:
-        return ""
+        return os.environ.get("REFLUX_CODE_VERSION", "")
     return head + ("+changed" if _git("diff", "--quiet", "HEAD", "--", ".", "../kernels") is None else "")
 
 
