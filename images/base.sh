@@ -3,13 +3,15 @@
 #
 #   images/base.sh [NAME]         NAME is debian-python:bookworm if not given
 #
-# CONTAINER      docker (default), podman or buildah
+# CONTAINER      docker, if not given, or podman
 # DEBIAN_MIRROR  another mirror than Debian's own; a snapshot's address pins every package
+# PACKAGES       more packages, separated by blanks
 set -euo pipefail
 name=${1:-debian-python:bookworm}
+packages="ca-certificates python3 python3-venv libgomp1 libstdc++6 ${PACKAGES:-}"
 
-# essential packages, Python with venv, certificates, the C++ runtime of the wheels; no apt, so nothing can be added later
-mmdebstrap --quiet --variant=essential --include=ca-certificates,python3,python3-venv,libgomp1,libstdc++6 \
+# Debian's essential packages and what the wheels need; no apt, so that nothing is added later
+mmdebstrap --quiet --variant=essential --include="$packages" \
     --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
     --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
     bookworm - ${DEBIAN_MIRROR:+"$DEBIAN_MIRROR"} |
