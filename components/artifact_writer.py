@@ -184,6 +184,10 @@ class Writer:
         if not created and artifact.digest != manifest.digest:
             message = "%s: another attempt was first with %s; this one made %s, which is dropped"
             log.warning(message, artifact.place, artifact.digest, manifest.digest)
+        listed = {shard.object for shard in artifact.record.shards}
+        for shard in manifest.shards:
+            if shard.object not in listed:  # times are never the same twice, so the loser of a race has some of its own
+                self.store.delete(shard.object)
         self.store.delete_prefix(f"{self._folder}/pending")
         self._checkpoints.clear()
         self.store.delete(f"{self._folder}/{ATTEMPT}")

@@ -45,6 +45,7 @@ def test_a_stage_killed_at_work_resumes_and_ends_with_the_same_digest(
     assert not [key for key in store.list() if "/pending/" in key or "/checkpoints/" in key]
 
 
+@pytest.mark.usefixtures("atomic_create")
 def test_of_two_processes_that_commit_one_key_the_loser_adopts_the_winners_artifact(
     store: Store, s3: S3Settings
 ) -> None:

@@ -50,6 +50,7 @@ def test_create_never_replaces(store: Store) -> None:
     assert store.read("manifest") == b"third"
 
 
+@pytest.mark.usefixtures("atomic_create")
 def test_of_many_processes_that_create_one_object_exactly_one_succeeds(store: Store, s3: S3Settings) -> None:
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         for round_ in range(5):
