@@ -34,8 +34,16 @@ types: $(INSTALLED)
 	$(PIP) --no-deps --no-build-isolation --target build/types .
 	$(BIN)/mypy --package reflux
 
-images image-cpu image-gpu image-serve:  # settings are environment variables: images/build.py
-	$(PYTHON) images/build.py $(patsubst image-%,%,$(filter image-%,$@))
+images: image-cpu image-gpu image-serve
+
+image-cpu:  # settings are environment variables: images/build.py
+	$(PYTHON) images/build.py cpu
+
+image-gpu:
+	$(PYTHON) images/build.py gpu
+
+image-serve:
+	$(PYTHON) images/build.py serve
 
 mlflow: $(INSTALLED)
 	$(BIN)/mlflow ui --backend-store-uri "sqlite:///$(CURDIR)/reflux-data/mlflow.db"
