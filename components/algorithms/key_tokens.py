@@ -20,20 +20,22 @@ class Evidence:
     """What is known about N tokens when they are chosen."""
 
     logits_NV: Tensor
+    entropy_nats_N: Tensor
+    """Of softmax(logits)."""
     temperature: float = 1.0
     """Divides the logits before confidence is read off them: large models are over-confident at 1."""
 
 
 def confidence(evidence: Evidence) -> Tensor:
     """[N] |2 p - 1| for the likeliest token's probability p: 1 where the model is certain or lost, 0 at p = 1/2."""
-    probs_NV = torch.softmax(evidence.logits_NV.float() / evidence.temperature, dim=-1)
-    return (2 * probs_NV.amax(-1) - 1).abs()
+    logits_NV = evidence.logits_NV.float() / evidence.temperature
+    likeliest_N = (logits_NV.amax(-1) - logits_NV.logsumexp(-1)).exp()
+    return (2 * likeliest_N - 1).abs()
 
 
 def entropy(evidence: Evidence) -> Tensor:
     """[N] 1 - exp(-H) = 1 - 1/perplexity: 0 where one token is certain, 0.5 for two equal choices, 0.75 for four."""
-    probs_NV = torch.softmax(evidence.logits_NV.float(), dim=-1)
-    return 1 - torch.exp(-torch.special.entr(probs_NV).sum(-1))
+    return 1 - torch.exp(-evidence.entropy_nats_N)
 
 
 STRATEGIES: dict[str, Callable[[Evidence], Tensor]] = {"confidence": confidence, "entropy": entropy}

@@ -40,7 +40,9 @@ def answer_table(
 
     def on_step(rows: list[int], logits_BV: Tensor) -> None:
         sparse = sparse_topk(logits_BV, config.top_k, vocab_size=len(tokenizer))
-        evidence = Evidence(logits_NV=logits_BV, temperature=config.key_token_temperature)
+        evidence = Evidence(
+            logits_NV=logits_BV, entropy_nats_N=sparse.entropy_nats_N, temperature=config.key_token_temperature
+        )
         score_B = key_token_score(evidence, config.key_token_strategies, config.key_token_weights)
         kept = (sparse.token_ids_NK, sparse.logprobs_NK, sparse.tail_logmass_N, sparse.entropy_nats_N, score_B)
         for row, values in zip(rows, zip(*(column.cpu() for column in kept), strict=True), strict=True):
@@ -102,8 +104,13 @@ def _ragged(rows: list[np.ndarray], dtype: pa.DataType) -> pa.Array:
     flat = np.concatenate(rows)
     item = dtype.value_type
     if pa.types.is_fixed_size_list(item):
-        numbers = pa.array(flat.reshape(-1).astype(item.value_type.to_pandas_dtype()), type=item.value_type)
+        numbers = pa.array(flat.reshape(-1).astype(_numpy_type(item.value_type)), type=item.value_type)
         values = pa.FixedSizeListArray.from_arrays(numbers, type=item)
     else:
-        values = pa.array(flat.astype(item.to_pandas_dtype()), type=item)
+        values = pa.array(flat.astype(_numpy_type(item)), type=item)
     return pa.ListArray.from_arrays(offsets, values, type=dtype)
+
+
+def _numpy_type(dtype: pa.DataType) -> np.dtype:
+    """pyarrow's own way to it, to_pandas_dtype, needs pandas, which the images do without."""
+    return pa.nulls(0, dtype).to_numpy().dtype

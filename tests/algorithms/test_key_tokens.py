@@ -9,17 +9,22 @@ from reflux.components.algorithms.key_tokens import STRATEGIES, Evidence, confid
 
 
 def evidence(*distributions: list[float], temperature: float = 1.0) -> Evidence:
-    return Evidence(logits_NV=torch.tensor(distributions).log(), temperature=temperature)
+    return of_logits(torch.tensor(distributions).log(), temperature)
+
+
+def of_logits(logits_NV: torch.Tensor, temperature: float) -> Evidence:
+    entropy_nats_N = torch.special.entr(torch.softmax(logits_NV.float(), -1)).sum(-1)
+    return Evidence(logits_NV=logits_NV, entropy_nats_N=entropy_nats_N, temperature=temperature)
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
 def test_every_strategy_scores_each_token_between_0_and_1(name: str) -> None:
     logits_NV = 30 * torch.randn(50, 33, generator=torch.Generator().manual_seed(0))
-    score_N = STRATEGIES[name](Evidence(logits_NV=logits_NV.bfloat16(), temperature=1.5))
+    score_N = STRATEGIES[name](of_logits(logits_NV.bfloat16(), 1.5))
     assert score_N.shape == (50,)
     assert score_N.dtype == torch.float32
     assert ((score_N >= 0) & (score_N <= 1)).all()
-    shifted_N = STRATEGIES[name](Evidence(logits_NV=logits_NV.bfloat16().float() + 7, temperature=1.5))
+    shifted_N = STRATEGIES[name](of_logits(logits_NV.bfloat16().float() + 7, 1.5))
     torch.testing.assert_close(score_N, shifted_N, atol=1e-4, rtol=0)
 
 
