@@ -59,6 +59,16 @@ def load_model(path: Path, dtype: str = "float32") -> Any:
     return model.eval().requires_grad_(False)
 
 
+def compute_dtype(name: str) -> torch.dtype:
+    """The type of a forward pass under autocast. "auto" is bfloat16 where this CPU multiplies it natively, which is
+    about twice as fast there and slower everywhere else.
+    """
+    if name == "auto":
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if native else torch.float32
+    return DTYPES[name]
+
+
 def context_length(path: Path) -> int:
     """Tokens that the model can attend to, prompt and answer together."""
     return int(_configured(path, "max_position_embeddings"))

@@ -11,6 +11,7 @@ STAGE_VERSION = "2"
 OBJECTIVES = ("beta_jsd", "forward_kl", "reverse_kl")
 EXPORTS = ("ema", "last")
 ACTIVATIONS = ("dual", "plain")
+COMPUTE_DTYPES = ("float32", "bfloat16", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,10 @@ class DistillConfig:
     """Sequences per forward; the loss does not depend on it but for rounding."""
     max_sequence_tokens: int = 256
     """Prompt and answer together; longer sequences are cut and counted."""
+    compute_dtype: str = "float32"
+    """float32, bfloat16, or auto: bfloat16 where the CPU multiplies it natively. Of the passes through the layers that
+    are scored; master weights, logits, losses, rollouts and what is exported stay float32.
+    """
     weight_decay: float = 0.01
     """Of AdamW, on weights but not on the table."""
     gradient_clip: float = 1.0
@@ -112,6 +117,9 @@ class DistillConfig:
             raise ValueError(f"distill.objective {self.objective!r}: allowed are {', '.join(OBJECTIVES)}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"distill.activation {self.activation!r}: allowed are {', '.join(ACTIVATIONS)}")
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            allowed = ", ".join(COMPUTE_DTYPES)
+            raise ValueError(f"distill.compute_dtype {self.compute_dtype!r}: allowed are {allowed}")
         for name in ("weight_bits", "activation_bits"):
             if getattr(self, name) not in (*range(2, 9), 16):
                 raise ValueError(f"distill.{name} {getattr(self, name)}: allowed are 2 to 8, or 16 for not quantised")

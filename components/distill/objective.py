@@ -63,8 +63,17 @@ class Observed:
 class DistillationLoss:
     """Compares a student with a frozen teacher; both keep their own output head and the logit transforms behind it."""
 
-    def __init__(self, student: Any, teacher: Any, tokenizer: Any, objective: str, beta: float) -> None:
-        self.student, self.teacher = student, teacher
+    def __init__(
+        self,
+        student: Any,
+        teacher: Any,
+        tokenizer: Any,
+        objective: str,
+        beta: float,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`compute_dtype` is that of the passes through the layers; logits and losses are float32 whatever it is."""
+        self.student, self.teacher, self.compute_dtype = student, teacher, compute_dtype
         self.student_head, self.teacher_head = output_head(student), output_head(teacher)
         self.objective, self.beta = OBJECTIVES[objective], beta
         self.vocab_size, self.pad = len(tokenizer), tokenizer.pad_token_id or 0
@@ -109,7 +118,10 @@ class DistillationLoss:
         return chunked_loss(_scored(hidden_BTD, traces), self.student_head, token_loss)
 
     def _hidden(self, model: Any, sequences: list[Sequence]) -> torch.Tensor:
-        return final_hidden_states(model, *padded([s.token_ids for s in sequences], self.pad))
+        inputs = padded([s.token_ids for s in sequences], self.pad)
+        narrow = self.compute_dtype != torch.float32
+        with torch.autocast(inputs[0].device.type, dtype=self.compute_dtype, enabled=narrow):
+            return final_hidden_states(model, *inputs).float()
 
 
 def _scored(hidden_BTD: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:

@@ -41,9 +41,9 @@ def run(
     scheme = scheme_of(config)
     policy = policy_table.decode(profile.file("policy_table.bin")) if scheme.needs_policy else None
     model = apply_scheme(models.load_model(student_path), scheme, policy)
-    loss = DistillationLoss(
-        model, models.load_model(student.source("teacher")), tokenizer, config.objective, config.beta
-    )
+    teacher = models.load_model(student.source("teacher"))
+    dtype = models.compute_dtype(config.compute_dtype)
+    loss = DistillationLoss(model, teacher, tokenizer, config.objective, config.beta, dtype)
     phases = capped(schedule(config, has_policy=policy is not None), config.max_steps)
     trainer = make_trainer(config, phases, model, tokenizer, loss, examples, _hard(labels))
     before = _validation_loss(loss, model, validation, config)

@@ -63,7 +63,8 @@ def training(chain: Chain, **options: Any) -> Training:
         stage.scheme_of(config),
         policy_table.decode(chain.profile.file("policy_table.bin")),
     )
-    loss = DistillationLoss(student, models.load_model(chain.model), tokenizer, config.objective, config.beta)
+    teacher, dtype = models.load_model(chain.model), models.compute_dtype(config.compute_dtype)
+    loss = DistillationLoss(student, teacher, tokenizer, config.objective, config.beta, dtype)
     examples = training_examples(chain.traces, config.max_sequence_tokens)
     hard = {row["trace_id"] for row in chain.labels.table("hard_samples").to_pylist() if row["hard"]}
     phases = stage.schedule(config, has_policy=True)
@@ -209,6 +210,23 @@ def test_clipping_stays_where_it_is_unless_it_has_a_rate(chain: Chain) -> None:
     trainer.advance()
     assert len(trainer.clipping) == 2 * 7
     assert not any(p.any() for p in trainer.clipping.values())
+
+
+@pytest.mark.parametrize(("bits", "tolerance", "cosine"), [(16, 0.005, 0.99), (4, 0.05, 0.9)])
+def test_bfloat16_passes_give_nearly_the_same_loss_and_gradient(
+    chain: Chain, bits: int, tolerance: float, cosine: float
+) -> None:
+    """Of four bits less nearly: a value that bfloat16 moves over the middle of two codes moves by a whole step."""
+    found = {}
+    for name in ("float32", "bfloat16"):
+        held = training(chain, compute_dtype=name, activation_bits=bits)
+        found[name] = gradient(held.trainer, [held.traces[:3], held.rollouts[:3]])
+        assert {p.dtype for p in held.trainer.trained().values()} == {torch.float32}
+    (exact, grads), (narrow, narrow_grads) = found["float32"], found["bfloat16"]
+    assert narrow != exact
+    assert narrow == pytest.approx(exact, rel=tolerance)
+    whole, narrow_whole = (torch.cat([g.flatten() for g in each.values()]) for each in (grads, narrow_grads))
+    assert torch.cosine_similarity(whole, narrow_whole, dim=0) > cosine
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
