@@ -10,7 +10,7 @@ PINNED := --constraint requirements/constraints.txt
 INSTALLED := .venv/installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 
-.PHONY: demo test test-slow test-cluster lint types images image-cpu image-gpu image-serve mlflow clean
+.PHONY: demo test test-slow test-swift test-cluster lint types images image-cpu image-gpu image-serve mlflow clean
 
 demo: $(INSTALLED)
 	$(BIN)/reflux run --recipe demo
@@ -24,6 +24,11 @@ test-slow: $(INSTALLED)
 test-cluster: $(INSTALLED)  # as root it installs from Debian what is missing; DOCKER_HOST=… uses an engine that runs
 	tests/cluster/packages.sh
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m cluster tests/cluster
+
+SWIFT_TESTS := $(addprefix tests/,$(addsuffix .py,$(addprefix components/test_,storage artifacts resume sources s3_faults \
+	column_reads store_outage) pipelines/test_store_gc))
+test-swift: $(INSTALLED)  # the storage tests on another S3 server, which pip installs into a temporary folder
+	REFLUX_TEST_S3=swift $(PYTEST) --dist loadfile -k 'not directory' $(SWIFT_TESTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -53,7 +53,8 @@ class S3Settings:
             raise ValueError(f"S3 addressing {self.addressing!r}: allowed are {', '.join(ADDRESSING)}")
         if not 0 <= self.patience_s <= 86_400:
             raise ValueError(f"S3 patience {self.patience_s}: allowed are 0 to 86400 seconds")
-        if self.ca_bundle is not None and not Path(self.ca_bundle).is_file():
+        encrypted = self.endpoint is None or self.endpoint.startswith("https:")
+        if encrypted and self.ca_bundle is not None and not Path(self.ca_bundle).is_file():
             raise ValueError(f"S3 CA bundle {self.ca_bundle!r}: no such file; a PEM file of certificates is needed")
 
     @classmethod

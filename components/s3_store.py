@@ -126,7 +126,7 @@ class S3Store(Store):
             at = {"ContinuationToken": page["NextContinuationToken"]}
 
     def now_s(self) -> float:
-        answer = self._ask("", lambda: self._client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
+        answer = self._ask("", lambda: self._client.list_objects_v2(Bucket=self.bucket, Prefix=self._root, MaxKeys=1))
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
 
     def unfinished(self) -> dict[str, Entry]:

@@ -57,6 +57,7 @@ def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
         ({"AWS_ENDPOINT_URL": "127.0.0.1:8333"}, r"endpoint '127.0.0.1:8333': allowed is http://HOST"),
         ({"AWS_ENDPOINT_URL": "http://me:hunter2@host"}, "credentials belong into AWS_ACCESS_KEY_ID"),
         ({"AWS_CA_BUNDLE": "/no/ca.pem"}, "CA bundle '/no/ca.pem': no such file"),
+        ({"AWS_CA_BUNDLE": "/no/ca.pem", "AWS_ENDPOINT_URL": "https://host"}, "a PEM file of certificates is needed"),
         ({"REFLUX_S3_VERIFY_TLS": "0"}, "REFLUX_S3_VERIFY_TLS '0': allowed are on and off"),
         ({"REFLUX_S3_ADDRESSING": "dns"}, "addressing 'dns': allowed are path, virtual"),
         ({"REFLUX_S3_PATIENCE": "long"}, "REFLUX_S3_PATIENCE 'long': a number of seconds"),
@@ -65,6 +66,8 @@ def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message) as refusal:
             S3Settings.from_env(environ)
         assert "hunter2" not in str(refusal.value)
+    plain = {"AWS_CA_BUNDLE": "/no/ca.pem", "AWS_ENDPOINT_URL": "http://host"}
+    assert S3Settings.from_env(plain).ca_bundle == "/no/ca.pem", "nothing of it is needed there"
 
 
 def test_each_client_is_told_the_same(tmp_path: Path) -> None:

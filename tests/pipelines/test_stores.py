@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from reflux.pipelines import embedded_store, stores
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*stores.ENDPOINT_VARIABLES, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith(("AWS_", "REFLUX_S"))]:
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize("text", ["here/store", "file:///here/store", "s3://bucket/prefix/", "minio://bucket"])
@@ -39,6 +40,24 @@ def test_the_given_endpoint_reaches_the_stages(tmp_path: Path, monkeypatch: pyte
     ref, _ = stores.choose("s3://bucket", "http://127.0.0.1:2", tmp_path)
     with stores.opened(ref) as (_, environment):
         assert S3Settings.from_env(environment).endpoint == "http://127.0.0.1:2"
+
+
+def test_a_store_with_an_endpoint_of_its_own_is_opened_there_unless_another_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = S3Settings(endpoint="http://127.0.0.1:3", access_key="own", secret_key="b", session_token="c")
+    for name, value in own.store_env().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    ref, _ = stores.choose("s3://bucket", "", tmp_path)
+    with stores.opened(ref) as (store, environment):
+        assert store.where == "s3://bucket at http://127.0.0.1:3"
+        assert S3Settings.of_store({**os.environ, **environment}) == own
+        assert S3Settings.from_env({**os.environ, **environment}).endpoint == "http://127.0.0.1:1"
+    ref, _ = stores.choose("s3://bucket", "http://127.0.0.1:2", tmp_path)
+    with stores.opened(ref) as (store, environment):
+        assert store.where == "s3://bucket at http://127.0.0.1:2"
+        assert S3Settings.of_store({**os.environ, **environment}).endpoint == "http://127.0.0.1:2"
 
 
 def test_a_platform_without_the_server_uses_a_directory_and_says_so(
