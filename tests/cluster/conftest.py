@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,8 +79,9 @@ def toy_image(engine: DockerClient, image: str, tmp_path_factory: pytest.TempPat
 
 
 def build(engine: DockerClient, folder: Path, containerfile: str) -> str:
-    """An image that a test needs; the context is tests/."""
-    (folder / "Containerfile").write_text(containerfile)
-    name = f"{folder.name}-python:latest"
-    engine.images.build(path=str(ROOT / "tests"), dockerfile=str(folder / "Containerfile"), tag=name, rm=True)
+    """An image that a test needs; in its context are the toy stages."""
+    shutil.copytree(ROOT / "tests" / "toy_stages", folder / "toy_stages", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "Dockerfile").write_text(containerfile)
+    name = f"{folder.name.replace('_', '-')}-python:latest"
+    engine.images.build(path=str(folder), tag=name, rm=True)
     return name
