@@ -128,7 +128,7 @@ def _mount_hub(seen: View) -> None:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     _mount(seen, Path(HF_HUB_CACHE), writable=False)
-    seen.environment |= {"HF_HUB_CACHE": str(Path(HF_HUB_CACHE).absolute()), "HF_HUB_OFFLINE": "1"}
+    seen.environment.update({"HF_HUB_CACHE": str(Path(HF_HUB_CACHE).absolute()), "HF_HUB_OFFLINE": "1"})
 
 
 def _require_no_links(name: str, path: Path) -> None:

@@ -57,6 +57,16 @@ def test_a_model_in_a_package_is_found_in_the_container(home: dict[str, str]) ->
     assert seen.sources == {"teacher": "package:kfp"}
 
 
+def test_a_model_of_the_hub_is_read_from_this_machines_copy(
+    tmp_path: Path, home: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    seen = view({"teacher": "ORG/NAME@main"}, S3, home, network="host")
+    assert seen.writable[tmp_path / "hub"] is False
+    assert (seen.environment["HF_HUB_CACHE"], seen.environment["HF_HUB_OFFLINE"]) == (str(tmp_path / "hub"), "1")
+    assert seen.sources == {"teacher": "ORG/NAME@main"}
+
+
 def test_the_environment_has_what_stages_read_and_nothing_else(tmp_path: Path, home: dict[str, str]) -> None:
     (tmp_path / "ca.pem").touch()
     given = {
