@@ -6,12 +6,12 @@ before it takes the new one, so two writers at the same moment can both succeed:
 
 from __future__ import annotations
 
-import functools
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
+from functools import lru_cache, partial
 from typing import Any, BinaryIO, TypeVar
 
 import boto3
@@ -59,8 +59,8 @@ class S3Store(Store):
         with self._explained(key):
             while True:
                 try:
-                    pinned = {"Range": f"bytes={position}-", "IfMatch": version} if version else {}
-                    answer = self._client.get_object(**self._name(key), **pinned)
+                    rest = {"Range": f"bytes={position}-", "IfMatch": version} if version else dict[str, str]()
+                    answer = self._client.get_object(**self._name(key), **rest)
                     if version is None:
                         version, total = answer["ETag"], answer["ContentLength"]
                     _require_version(answer, version)
@@ -110,12 +110,9 @@ class S3Store(Store):
     def entries(self, prefix: str = "") -> dict[str, Entry]:
         prefix = prefix.strip("/")
         found: dict[str, Entry] = {}
-        at: dict[str, str] = {}
+        place = {"Bucket": self.bucket, "Prefix": self._root + prefix}
         while True:
-            page = self._ask(
-                prefix,
-                lambda at=at: self._client.list_objects_v2(Bucket=self.bucket, Prefix=self._root + prefix, **at),
-            )
+            page = self._ask(prefix, partial(self._client.list_objects_v2, **place))
             for entry in page.get("Contents", []):
                 key = entry["Key"].removeprefix(self._root)
                 if not prefix or key == prefix or key.startswith(f"{prefix}/"):
@@ -123,7 +120,7 @@ class S3Store(Store):
                     found[key] = Entry(bytes=entry["Size"], modified_s=modified_s, version=entry["ETag"])
             if not page.get("IsTruncated"):
                 return dict(sorted(found.items()))
-            at = {"ContinuationToken": page["NextContinuationToken"]}
+            place["ContinuationToken"] = page["NextContinuationToken"]
 
     def now_s(self) -> float:
         answer = self._ask("", lambda: self._client.list_objects_v2(Bucket=self.bucket, Prefix=self._root, MaxKeys=1))
@@ -159,7 +156,7 @@ class S3Store(Store):
         keys = [key for key in self.entries(prefix) if key != prefix.strip("/")]
         for start in range(0, len(keys), 1000):  # S3's limit for one request
             names = [{"Key": self._root + key} for key in keys[start : start + 1000]]
-            self._ask(prefix, lambda names=names: self._delete_all(names))
+            self._ask(prefix, partial(self._delete_all, names))
 
     def check_writable(self) -> None:
         if self.settings.patience_s > FIRST_CONTACT_S:
@@ -239,7 +236,7 @@ def _require_version(answer: Any, version: str) -> None:
         raise _CHANGED
 
 
-@functools.lru_cache(maxsize=8)
+@lru_cache(maxsize=8)
 def _client(settings: S3Settings) -> Any:
     return boto3.session.Session().client(  # of its own: the default one remembers the first credentials it found
         "s3",

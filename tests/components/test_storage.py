@@ -6,7 +6,7 @@ import hashlib
 import multiprocessing
 import os
 import socket
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import attempts
@@ -72,6 +72,17 @@ def test_listing_takes_a_prefix_as_a_folder(store: Store) -> None:
     store.delete("other")
     store.delete("other")
     assert store.list() == ["runs2/y"]
+
+
+@pytest.mark.slow
+def test_more_objects_than_one_request_lists_or_deletes(store: Store) -> None:
+    keys = [f"many/{n:04d}" for n in range(1003)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda key: store.write(key, b"x"), keys))
+    store.write("other", b"x")
+    assert store.list("many") == keys
+    store.delete_prefix("many")
+    assert store.list() == ["other"]
 
 
 def test_a_missing_object_is_named_with_its_store(store: Store, tmp_path: Path) -> None:
