@@ -31,6 +31,9 @@ PLATFORM_PARAMETERS = {
     "run": "Name of the pipeline run that this stage belongs to.",
 }
 
+LARGEST_INT = 2**53
+"""KFP hands numbers over as JSON doubles."""
+
 _SCALARS: dict[type, str] = {str: "text", int: "a whole number", float: "a finite number", bool: "true or false"}
 _REQUIRED = inspect.Parameter.empty
 _LISTS: dict[Any, type] = {list[item]: item for item in (str, int, float)}  # type: ignore[valid-type]
@@ -289,7 +292,9 @@ def _coerce(config_class: type, name: str, kind: Any, value: Any) -> Any:
     if isinstance(value, bool) != (kind is bool):  # bool is an int to Python, not to people
         raise refusal
     if kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
+        value = int(value)
+    if kind is int and isinstance(value, int) and abs(value) > LARGEST_INT:
+        raise ValueError(f"{_label(config_class)}.{name}: {value} is beyond 2^53, which KFP does not carry exactly")
     if kind is float and isinstance(value, int | float):
         if not math.isfinite(value):
             raise refusal

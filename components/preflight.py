@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from reflux.components import declare, models, sources
+from reflux.components.algorithms.key_tokens import check_strategies
 from reflux.components.algorithms.low_bit import FULL_PRECISION
 from reflux.components.collect_traces.answers import trace_id
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.prompts import Prompt, load_prompts
+from reflux.components.distill.stage import schedule, scheme_of
+from reflux.components.evaluate.room import require_room
 from reflux.components.evaluate.text import evaluation_text
 from reflux.components.ingest_labels.stage import read_labels
 from reflux.components.ingest_labels.validation import Traces
@@ -45,6 +48,8 @@ def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None 
         for width in sorted(models.layer_widths(student)):
             if width % distill.group_size:
                 raise ValueError(f"distill.group_size {distill.group_size}: must divide the student's {width} channels")
+    check_strategies(collect.key_token_strategies, collect.key_token_weights)
+    schedule(distill, has_policy=scheme_of(distill).needs_policy)
     if collect.top_k > len(tokenizer):
         raise ValueError(f"collect_traces.top_k {collect.top_k}: the teacher's vocabulary has {len(tokenizer)} tokens")
     prompts, rejected = load_prompts(
@@ -54,6 +59,7 @@ def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None 
         max_prompt_tokens=collect.max_prompt_tokens,
         max_total_tokens=context - collect.max_new_tokens,
     )
+    _require_fitting_prompts(configs, prompts, context, models.context_length(student))
     evaluation_text(
         paths[evaluate.eval_text_uri] if evaluate.eval_text_uri else None,
         tokenizer,
@@ -103,6 +109,26 @@ def _require_context(configs: Mapping[str, Any], teacher: int, student: int) -> 
         value = getattr(configs[stage], name)
         if value > limit:
             raise ValueError(f"{stage}.{name} {value}: at most {limit} fit into the context of the {who}")
+
+
+def _require_fitting_prompts(configs: Mapping[str, Any], prompts: list[Prompt], teacher: int, student: int) -> None:
+    """Refuse what would only show once all answers are there, or once training is over. Contexts in tokens."""
+    collect, distill, evaluate = (configs[stage] for stage in ("collect_traces", "distill", "evaluate"))
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if student < teacher and longest + collect.max_new_tokens > student:
+        raise ValueError(
+            f"collect_traces.max_new_tokens {collect.max_new_tokens}: after the longest prompt, {longest} tokens, an "
+            f"answer would outgrow the student's context, {student}"
+        )
+    lengths = {split: [len(p.token_ids) for p in prompts if p.split == split] for split in ("train", "heldout")}
+    usable = sum(length < distill.max_sequence_tokens for length in lengths["train"])
+    if usable <= distill.validation_traces:
+        raise ValueError(
+            f"distill.validation_traces {distill.validation_traces}: there are only {usable} training prompts shorter "
+            f"than distill.max_sequence_tokens {distill.max_sequence_tokens}"
+        )
+    # which of them come first by trace_id takes a digest of the teacher to know: the longest has to fit
+    require_room(evaluate, [max(lengths["heldout"])], student)
 
 
 def _labels(path: Path, prompts: list[Prompt], collect: CollectTracesConfig, teacher: Path) -> str:

@@ -143,7 +143,7 @@ def _fetch_builtin(name: str) -> Path:
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         raise ValueError(
-            f"source builtin:{name}: unknown{f'; did you mean {near[0]!r}?' if near else ''} There are {known}"
+            f"source builtin:{name}: unknown{f'; did you mean {near[0]!r}?' if near else '.'} There are {known}"
         )
     return BUILTIN / name
 

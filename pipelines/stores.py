@@ -55,6 +55,8 @@ def choose(text: str, endpoint: str, data_dir: Path) -> tuple[StoreRef, str]:
 
     ValueError for a scheme that is not known, and where SeaweedFS could be installed but is not.
     """
+    if not text:
+        raise ValueError("--store: is empty; allowed are `embedded`, a directory, or s3://bucket/prefix")
     if text == "embedded":
         if endpoint:
             raise ValueError("--endpoint belongs to --store s3://…; the embedded store chooses its own")

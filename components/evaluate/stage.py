@@ -21,7 +21,7 @@ from .compare import compare
 from .config import EvaluateConfig
 from .gate import gaps_closed, gates
 from .heldout import Trace, heldout_traces
-from .measure import WARM_UP_TOKENS
+from .room import require_room
 from .row import Row
 from .summary import summarize, tracked_metrics, without_times
 from .text import evaluation_text
@@ -36,7 +36,7 @@ def run(
     tokenizer, context = load_tokenizer(base_path), context_length(base_path)
     require_same_tokenizer(load_tokenizer(teacher_path), tokenizer)
     heldout = heldout_traces(traces, config.heldout_traces, context)
-    _require_room(config, heldout, context)
+    require_room(config, [len(trace.prompt_token_ids) for trace in heldout], context)
     text = evaluation_text(
         scores.source("eval_text_uri") if config.eval_text_uri else None,
         tokenizer,
@@ -62,21 +62,6 @@ def run(
     page = report.render(summary, rows, prompts=prompts, training=student.table("training").to_pylist())
     _write(scores, rows, prompts, summary, page)
     return tracked_metrics(summary)
-
-
-def _require_room(config: EvaluateConfig, heldout: list[Trace], context: int) -> None:
-    """ValueError, before any model is loaded, for sizes that the student's context does not hold."""
-    if config.window_tokens > context:
-        raise ValueError(f"evaluate.window_tokens {config.window_tokens}: the student's context is {context}")
-    room = context - max(len(trace.prompt_token_ids) for trace in heldout[: max(1, config.generations)])
-    for name, needed in {
-        "generation_tokens": config.generation_tokens if config.generations else 0,
-        "latency_tokens": config.latency_tokens + WARM_UP_TOKENS + 1,
-    }.items():
-        if needed > room:
-            raise ValueError(
-                f"evaluate.{name}: {needed} tokens after the prompt, the student's context has room for {room}"
-            )
 
 
 def _write(scores: Writer, rows: list[Row], prompts: list[Trace], summary: dict[str, Any], page: str) -> None:

@@ -43,7 +43,7 @@ def configs(tiny_model: Path, prompts: Path) -> dict[str, Any]:
         "collect_traces": CollectTracesConfig(teacher=model, prompts_uri=str(prompts), max_new_tokens=32),
         "profile_kv": ProfileKvConfig(student_uri=model),
         "ingest_labels": IngestLabelsConfig(),
-        "distill": DistillConfig(teacher=model, student_uri=model),
+        "distill": DistillConfig(teacher=model, student_uri=model, validation_traces=2),
         "calibrate": CalibrateConfig(student_uri=model),
         "evaluate": EvaluateConfig(teacher=model, student_uri=model, windows=2, window_tokens=64),
     }
@@ -223,6 +223,48 @@ def test_an_evaluation_text_that_cannot_be_used(
 def test_lengths_beyond_the_context(configs: dict[str, Any], store: Store, stage: str, field: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"{stage}\.{field} {value}: at most {512 - (stage == 'collect_traces')} fit"):
         preflight.check(changed(configs, stage, **{field: value}), store)
+
+
+@pytest.mark.parametrize(
+    ("stage", "values", "message"),
+    [
+        ("collect_traces", {"key_token_weights": [1.0]}, r"key-token weights \[1.0\]: one is needed for each of"),
+        ("collect_traces", {"key_token_strategies": ["x", "y"]}, r"key-token strategies \['x', 'y'\]: allowed are"),
+        ("distill", {"joint_policy_every": 2, "joint_student_lr": 0.0}, "in some steps of the joint phase neither"),
+        ("distill", {"validation_traces": 9}, "validation_traces 9: there are only 8 training prompts shorter than"),
+        (
+            "distill",
+            {"max_sequence_tokens": 8},
+            "there are only 0 training prompts shorter than .*max_sequence_tokens 8",
+        ),
+        (
+            "evaluate",
+            {"generation_tokens": 500},
+            "evaluate.generation_tokens: 500 tokens after the prompt, the student's",
+        ),
+        ("evaluate", {"latency_tokens": 500}, r"evaluate.latency_tokens: 5\d\d tokens after the prompt"),
+    ],
+)
+def test_what_would_stop_a_later_stage(
+    configs: dict[str, Any], store: Store, stage: str, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        preflight.check(changed(configs, stage, **values), store)
+
+
+def test_answers_that_outgrow_a_student_of_shorter_context(
+    configs: dict[str, Any], store: Store, tiny_model: Path, tmp_path: Path
+) -> None:
+    student = Path(shutil.copytree(tiny_model, tmp_path / "student"))
+    config = json.loads((student / "config.json").read_text())
+    (student / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
+    configs = with_model(configs, "student_uri", student)
+    configs = changed(configs, "profile_kv", max_sequence_tokens=64)
+    configs = changed(configs, "distill", max_sequence_tokens=64)
+    configs = changed(configs, "evaluate", generation_tokens=8, latency_tokens=20)
+    assert preflight.check(configs, store)
+    with pytest.raises(ValueError, match=r"max_new_tokens 100: after the longest prompt, \d+ tokens, .* context, 128"):
+        preflight.check(changed(configs, "collect_traces", max_new_tokens=100), store)
 
 
 def test_more_entries_per_token_than_the_vocabulary_has(configs: dict[str, Any], store: Store) -> None:

@@ -66,6 +66,8 @@ def test_compile_needs_only_kfp(tmp_path: Path) -> None:
         (["run", "--recipe", "demo", "--runner", "docker", "--memory", "much"], "--memory 'much': a number"),
         (["run", "--recipe", "demo", "--store", "gs://bucket"], "allowed are"),
         (["run", "--recipe", "demo", "--store", "s3://"], "no bucket"),
+        (["run", "--recipe", "demo", "--store", ""], "--store: is empty"),
+        (["run", "--recipe", "demo", "--set", f"distill.seed={2**60}"], "distill.seed: 1152921504606846976 is beyond"),
         (["run", "--recipe", "demo", "--endpoint", "http://x"], "--endpoint belongs to --store s3://"),
         (["compile", "--recipe", "demo", "--set", "evaluate.windows=0"], "evaluate.windows 0: must be at least 1"),
         (["report", "no-such-run"], "no such folder"),

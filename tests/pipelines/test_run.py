@@ -133,6 +133,16 @@ def test_a_failed_gate_fails_the_command_after_everything_is_written(
     assert result.stdout.count("reused") >= 5, "only evaluate has another configuration"
 
 
+def test_what_was_wrong_is_not_to_be_repeated(project: Path, undisturbed: tuple[str, Path]) -> None:
+    """Steps that the answers turn out not to have: no advice to start the same command again, and no trace of one."""
+    (project / "late.csv").write_text("prompt_id,step,annotator,rating\np1,23,ann,3\n")
+    result = run(project, "--store", "plain store", "--name", "late", "--labels", "late.csv")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "Error: stage ingest_labels: labels late.csv: no usable row; all 1 were rejected" in result.stderr
+    assert "the same command goes on" not in result.stderr
+    assert runs.read(project / "reflux-data" / "runs" / "late").status == "failed"
+
+
 @pytest.mark.skipif(embedded_store.binary() is None, reason=embedded_store.why_no_binary())
 def test_killed_twice_it_ends_with_the_same_digests(project: Path, undisturbed: tuple[str, Path]) -> None:
     killed_when(project, in_the_middle_of_collect)
