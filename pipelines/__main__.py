@@ -179,11 +179,11 @@ def compile_(
 @cli.command()
 @click.argument("run_or_bundle", metavar="RUN_OR_BUNDLE|sha256:…")
 @AS_JSON
-@click.option("--expect", metavar="sha256:…", default="", help="The digest that the root must have.")
+@click.option("--expect", metavar="sha256:…", help="The digest that the root must have.")
 @OTHER_STORE
 @ENDPOINT
 @DATA_DIR
-def lineage(run_or_bundle: str, as_json: bool, expect: str, store: str, endpoint: str, data_dir: Path) -> None:
+def lineage(run_or_bundle: str, as_json: bool, expect: str | None, store: str, endpoint: str, data_dir: Path) -> None:
     """Rebuild where a run or a bundle came from, from manifests alone, and verify every digest on the way.
 
     With --store the digest of an artifact, such as a run's root, is enough: nothing but the store is read.
