@@ -19,6 +19,7 @@ import click
 import docker
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from requests.exceptions import RequestException
+from urllib3.exceptions import HTTPError
 
 from reflux.pipelines.local_session import Ending
 
@@ -97,7 +98,7 @@ def run_to_end(engine: DockerClient, line: Callable[[str], None], **container: A
         raise LostContainerError("its container was removed by somebody else") from None
     except APIError as error:  # the command is no program, a mount is refused, …
         return Ending(code=os.EX_TEMPFAIL, cause=f"the container engine refuses ({_said(error)})")
-    except (DockerException, RequestException) as error:
+    except (DockerException, HTTPError, OSError) as error:  # a stream that breaks off is raised as it comes
         return Ending(code=os.EX_TEMPFAIL, cause=f"the container engine does not answer any more ({_said(error)})")
     except BaseException:  # interrupted: Ctrl-C does not reach a container by itself
         with suppress(DockerException, RequestException):
