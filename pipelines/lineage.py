@@ -72,13 +72,16 @@ class Chain:
         }
 
 
-def verify(text: str, *, expect: str = "", store: str = "", endpoint: str = "", data_dir: Path) -> Chain:
+def verify(text: str, *, expect: str | None = None, store: str = "", endpoint: str = "", data_dir: Path) -> Chain:
     """The chain of a run (its folder or name), of a bundle (its folder) or of the artifact with a digest in `store`.
 
     ValueError if it is none of them or unfinished. Whatever does not match is in `Chain.mismatches`. `store` replaces
     the recorded one.
     """
-    expect, other, bundle = _digest(expect), stores.given(store, endpoint, data_dir), Path(text)
+    wanted = (
+        None if expect is None else _digest(expect, "--expect")
+    )  # "" is a script's unset variable: it must not pass
+    other, bundle = stores.given(store, endpoint, data_dir), Path(text)
     if text.startswith("sha256:"):
         if other is None:
             raise ValueError(f"{text}: a digest says what, not where; name its store with --store")
@@ -92,17 +95,17 @@ def verify(text: str, *, expect: str = "", store: str = "", endpoint: str = "", 
         record = runs.read_finished(folder, "root of its lineage")
         with stores.opened(other or record.store) as (opened, _):
             chain = _verify_run(folder, record, opened)
-    if expect and expect != chain.root:
-        chain.mismatches.append(f"root: is {chain.root}, expected was {expect}")
+    if wanted is not None and wanted != chain.root:
+        chain.mismatches.append(f"root: is {chain.root}, expected was {wanted}")
     return chain
 
 
-def _digest(text: str, name: str = "--expect") -> str:
+def _digest(text: str, name: str) -> str:
     """A digest as people copy it, with or without `sha256:` before it. ValueError unless it is a whole one."""
     match = _SHA256.fullmatch(text.strip().lower())
-    if text and not match:
-        raise ValueError(f"{name} {text}: sha256: and 64 hexadecimal digits are expected, as `root:` is printed")
-    return f"sha256:{match[1]}" if match else ""
+    if not match:
+        raise ValueError(f"{name} {text!r}: sha256: and 64 hexadecimal digits are expected, as `root:` is printed")
+    return f"sha256:{match[1]}"
 
 
 def show(chain: Chain) -> None:

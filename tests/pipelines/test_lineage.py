@@ -259,10 +259,10 @@ def test_an_expected_root_is_accepted_as_people_copy_it(original: Path) -> None:
     root = runs.read(original).root
     for text in (root, root.removeprefix("sha256:"), root.upper()):
         assert lineage(original, "--expect", text).exit_code == 0
-    for text in (root[:19], f"sha512:{root[7:]}", "latest"):
+    for text in (root[:19], f"sha512:{root[7:]}", "latest", ""):
         result = lineage(original, "--expect", text)
         assert result.exit_code == 2
-        assert f"--expect {text}: sha256: and 64 hexadecimal digits are expected" in result.stderr
+        assert f"--expect {text!r}: sha256: and 64 hexadecimal digits are expected" in result.stderr
 
 
 def test_a_digest_and_the_store_are_enough(run: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_digest_and_the_store_are_enough(run: Path) -> None:
     unknown = lineage(f"sha256:{'0' * 64}", "--store", record.store.uri)
     assert (unknown.exit_code, "no artifact in the store" in unknown.output) == (2, True)
     assert "name its store with --store" in lineage(record.root).output
-    assert "digest sha256:12: sha256: and 64" in lineage("sha256:12", "--store", record.store.uri).output
+    assert "digest 'sha256:12': sha256: and 64" in lineage("sha256:12", "--store", record.store.uri).output
 
 
 def test_what_is_neither_run_nor_bundle(run: Path, tmp_path: Path) -> None:
