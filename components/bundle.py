@@ -76,23 +76,30 @@ def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
 
     `model` is the trained student (apply_scheme'd, with master weights); codes and scales are those of its own forward.
     """
-    linears = quantized_linears(model) if scheme.weight_bits < FULL_PRECISION else []
+    linears = set(quantized_linears(model)) if scheme.weight_bits < FULL_PRECISION else set()
     tied = model.config.tie_word_embeddings
     trained = {name: value.detach() for name, value in model.state_dict().items()}
-    clipping = {stem: trained.pop(f"{stem}.log_clip_OG") for stem in linears}
     state: dict[str, torch.Tensor] = {}
     for name, value in trained.items():
-        if name.startswith("policy.") or (tied and name == "lm_head.weight"):
+        if held_elsewhere(name) or (tied and name == "lm_head.weight"):
             continue
         stem = name.removesuffix(".weight")
-        if stem not in clipping:
+        if stem not in linears:
             state[name] = value.clone()
             continue
-        codes_OI, scale_OG = weight_codes(value, scheme.weight_bits, scheme.group_size, clipping[stem])
+        clip_OG = trained[f"{stem}.log_clip_OG"]
+        codes_OI, scale_OG = weight_codes(value, scheme.weight_bits, scheme.group_size, clip_OG)
         state[f"{stem}.weight_packed"] = pack(codes_OI, scheme.weight_bits)
         state[f"{stem}.weight_scale"] = scale_OG.to(torch.float16)
         state[f"{stem}.weight_shape"] = torch.tensor(value.shape)
     return state
+
+
+def held_elsewhere(name: str) -> bool:
+    """Whether a parameter of the trained model has no tensor in model.safetensors: the position table has a file of its
+    own, and the clipping of a weight lies in its scales.
+    """
+    return name.startswith("policy.") or name.endswith(".log_clip_OG")
 
 
 def quantized_linears(model: Any) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reflux.components.algorithms.low_bit import FULL_PRECISION, SITES, Scheme, decoder_layers
-from reflux.components.bundle import quantized_linears
+from reflux.components.bundle import held_elsewhere, quantized_linears
 
 TABLE_VALUE_BYTES = 4
 """The policy table is float32."""
@@ -21,7 +21,7 @@ def deployed_bytes(model: Any, scheme: Scheme) -> int:
     bits = sum(
         p.numel() * (scheme.effective_bits() if name in low_bit else 8 * p.element_size())
         for name, p in model.named_parameters()  # without repeats
-        if not name.startswith("policy.")
+        if not held_elsewhere(name)
     )
     table = model.policy.scales().numel() * TABLE_VALUE_BYTES if scheme.needs_policy else 0
     return round(bits / 8) + table
