@@ -242,9 +242,9 @@ def test_the_demo_prompts_cover_every_dimension_on_both_sides(tiny_model: Path) 
     assert rejected == []
     sizes = Counter((prompt.dimension, prompt.split) for prompt in prompts)
     for dimension in ("multi_hop", "tool_use", "uncertainty", "long_range", "value_alignment"):
-        assert sizes[dimension, "train"] + sizes[dimension, "heldout"] == 20
+        assert sizes[dimension, "train"] + sizes[dimension, "heldout"] == 40
         assert sizes[dimension, "heldout"] >= 3
-    assert sizes["trivial", "train"] + sizes["trivial", "heldout"] == 11
+    assert sizes["trivial", "train"] + sizes["trivial", "heldout"] == 20
     assert len({prompt.text for prompt in prompts}) == len(prompts)
 
 
