@@ -85,7 +85,7 @@ def demo() -> Recipe:
     teacher = student = SMOLLM2
     prompts, labels = "builtin:demo_prompts.jsonl", "builtin:demo_labels.jsonl"
     return Recipe(
-        collect_traces=CollectTracesConfig(teacher=teacher, prompts_uri=prompts, max_new_tokens=80),
+        collect_traces=CollectTracesConfig(teacher=teacher, prompts_uri=prompts, max_new_tokens=64),
         profile_kv=ProfileKvConfig(student_uri=student, profiled_traces=16, cost_traces=2, cost_tokens=32),
         ingest_labels=IngestLabelsConfig(labels_uri=labels),
         distill=DistillConfig(
@@ -101,8 +101,10 @@ def demo() -> Recipe:
             finetune_policy_every=2,
             finetune_student_lr=3e-4,
             rise_steps=1,
+            weight_clip_lr=5e-3,
             micro_batch_sequences=2,
-            ema_decay=0.85,
+            compute_dtype="auto",
+            ema_decay=0.9,
             rollout_new_tokens=64,
             rollout_temperature=0.7,  # with top_p: how the student will be asked when it is deployed
             rollout_top_p=0.9,
@@ -110,7 +112,13 @@ def demo() -> Recipe:
         ),
         calibrate=CalibrateConfig(student_uri=student, check_traces=4),
         evaluate=EvaluateConfig(
-            teacher=teacher, student_uri=student, windows=6, heldout_traces=0, generations=3, generation_tokens=32
+            teacher=teacher,
+            student_uri=student,
+            windows=6,
+            heldout_traces=32,
+            generations=3,
+            generation_tokens=32,
+            latency_tokens=40,
         ),
     )
 

@@ -212,24 +212,25 @@ def full_precision_activations(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def frozen_weights(model: Any, *, differentiable: bool = False) -> Iterator[None]:
+def frozen_weights(model: Any, *, differentiable: bool = False, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Round every weight once for all forwards of the block: weights do not change between rollouts, nor between the
     micro-batches of one optimizer step. If `differentiable`, the gradients that the block gathers at the rounded
-    weights are carried on to the master weights at its end, once for all micro-batches.
+    weights are carried on to the master weights at its end, once for all micro-batches. `dtype` is that of the rounded
+    weights and of their gradients, the master weights' own by default.
     """
     layers = [m for m in model.modules() if isinstance(m, LowBitLinear)]
     before = [layer.frozen_OI for layer in layers]
     try:
-        with torch.set_grad_enabled(differentiable):
-            rounded = [layer.rounded() for layer in layers]
-        for layer, weight_OI in zip(layers, rounded, strict=True):
-            layer.frozen_OI = weight_OI.detach().requires_grad_(weight_OI.requires_grad)
+        for layer in layers:
+            with torch.no_grad():
+                rounded_OI = layer.rounded().to(dtype)
+            layer.frozen_OI = rounded_OI.requires_grad_(differentiable and layer.weight.requires_grad)
         yield
         for layer in layers:
-            weight_OI, frozen_OI = rounded.pop(0), layer.frozen_OI
-            layer.frozen_OI = None  # a layer's two gradients are in memory together, not the model's
-            if frozen_OI is not None and frozen_OI.grad is not None:
-                weight_OI.backward(frozen_OI.grad)
+            grad_OI = None if layer.frozen_OI is None else layer.frozen_OI.grad
+            layer.frozen_OI = None  # the next line's gradients take its place: one layer's are in memory twice
+            if grad_OI is not None:
+                layer.rounded().backward(grad_OI.to(layer.weight.dtype))
     finally:
         for layer, frozen_OI in zip(layers, before, strict=True):
             layer.frozen_OI = frozen_OI

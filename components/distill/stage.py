@@ -47,7 +47,7 @@ def run(
     phases = capped(schedule(config, has_policy=policy is not None), config.max_steps)
     trainer = make_trainer(config, phases, model, tokenizer, loss, examples, _hard(labels))
     before = _validation_loss(loss, model, validation, config)
-    _train(trainer, phases, student, config)
+    published = _train(trainer, phases, student, config)
 
     metrics = {"validation_loss_before_nats": before, "steps": float(trainer.step)}
     metrics["validation_loss_last_nats"] = _validation_loss(loss, model, validation, config)
@@ -58,6 +58,7 @@ def run(
         for name, value in last.items():
             trainer.trained()[name].copy_(value)
     _write(student, trainer, phases, scheme)
+    progress.publish(trainer.history[published:])
     return metrics | {name: value for name, value in trainer.history[-1].values.items() if not name.endswith("_lr")}
 
 
@@ -140,8 +141,11 @@ def make_trainer(
     return Trainer(config, phases, model, loss, examples, Deck(names, config.seed), rollouts)
 
 
-def _train(trainer: Trainer, phases: list[Phase], student: Writer, config: DistillConfig) -> None:
-    """All steps of the schedule, from the last checkpoint if there is one; points are published once one holds them."""
+def _train(trainer: Trainer, phases: list[Phase], student: Writer, config: DistillConfig) -> int:
+    """All steps of the schedule, from the last checkpoint if there is one. Points are published once a checkpoint holds
+    them, since MLflow would count them twice if they were made again; returns how many were. After the last step there
+    is no checkpoint: what is left takes less time than writing one.
+    """
     total = sum(phase.steps for phase in phases)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / _STATE
@@ -152,12 +156,13 @@ def _train(trainer: Trainer, phases: list[Phase], student: Writer, config: Disti
         while trainer.step < total:
             progress.report(trainer.step, total, "steps", phase_at(phases, trainer.step)[0].name)
             trainer.advance()
-            if trainer.step % config.checkpoint_every == 0 or trainer.step == total:
+            if trainer.step % config.checkpoint_every == 0 and trainer.step < total:
                 torch.save(trainer.state(), file)
                 student.save_checkpoint(trainer.step, {_STATE: file})
                 progress.publish(trainer.history[published:])
                 published = len(trainer.history)
         progress.report(total, total, "steps")
+    return published
 
 
 @torch.no_grad()

@@ -69,7 +69,7 @@ class Trainer:
         tokens = sum(s.scored for s in sequences)
         observed = Observed()
         loss_sum = 0.0
-        with frozen_weights(self.student, differentiable=True):
+        with frozen_weights(self.student, differentiable=True, dtype=self.loss.compute_dtype):
             for micro_batch in batched(sequences, self.config.micro_batch_sequences):
                 loss = self.loss(micro_batch, observed)
                 (loss / tokens).backward()
