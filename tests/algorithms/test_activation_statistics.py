@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from reflux.components.algorithms.activation_statistics import (
@@ -81,3 +83,19 @@ def test_moments_ignore_unit_and_origin_and_a_constant_has_none(moment):
     x = activations(1, 500, seed=3).exp()
     assert moment(x * 12 - 40) == pytest.approx(moment(x), rel=1e-4)
     assert moment(torch.full((7,), 0.3)) == 0.0
+
+
+@pytest.mark.parametrize("shape", ["gaussian", "lognormal", "two_modes", "outliers"])
+def test_moments_are_scipys(shape):
+    noise = np.random.default_rng(4).normal(size=4000)
+    values = {
+        "gaussian": noise,
+        "lognormal": np.exp(noise),
+        "two_modes": np.where(np.arange(4000) % 3 == 0, noise * 0.1 - 3, noise * 0.2 + 3),
+        "outliers": np.where(np.arange(4000) % 100 == 0, noise * 300, noise),
+    }[shape]
+    x = torch.from_numpy(values)
+    assert kurtosis(x) == pytest.approx(scipy.stats.kurtosis(values, fisher=False))
+    skewness = scipy.stats.skew(values)
+    assert sarle_bimodality(x) == pytest.approx((skewness**2 + 1) / scipy.stats.kurtosis(values, fisher=False))
+    assert (sarle_bimodality(x) > 5 / 9) == (shape == "two_modes")
