@@ -22,7 +22,8 @@ from reflux.components.storage import S3Settings
 
 BUILTIN = Path(__file__).parent / "builtin"
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
-_DATA_SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".txt", ".gguf"}  # a mistyped path, not a model of the hub
+# a mistyped path, not a model of the hub
+_DATA_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt", ".gguf", ".gz", ".zip"}
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # never pickles
 
 
