@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
+from reflux.components.algorithms.loops import ends_in_loop
 from reflux.components.algorithms.low_bit import frozen_weights
 from reflux.components.algorithms.rollouts import Rollout, Sampling, derive_seed, rollout
 
 from .examples import Sequence
-
-LONGEST_PERIOD = 16
-REPEATS = 3
 
 
 class Deck:
@@ -111,12 +109,3 @@ def rollout_health(answers: list[Rollout]) -> dict[str, float]:
         "rollout_budget_exhausted": sum(a.stop_reason == "length" for a in answers) / count,
         "rollout_loop_rate": sum(ends_in_loop(a.response_token_ids) for a in answers) / count,
     }
-
-
-def ends_in_loop(token_ids: list[int]) -> bool:
-    """Whether the last tokens are one phrase of at most LONGEST_PERIOD tokens, at least REPEATS times over."""
-    for period in range(1, min(LONGEST_PERIOD, len(token_ids) // REPEATS) + 1):
-        tail = token_ids[-period * REPEATS :]
-        if tail == tail[:period] * REPEATS:
-            return True
-    return False
