@@ -1,22 +1,17 @@
-"""The report's plots, as SVG that stands inside a page: no file, no font, no namespace, ids that do not clash."""
+"""The report's plots."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.ticker import LogLocator
 
 from reflux.components.algorithms.gap_closed import GapClosed
+from reflux.components.figures import STYLE, inline_svg, new_axes
 
 from .row import Row
-
-mpl.use("svg")
-
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 
 COLORS = {
     "teacher": "#6b7280",
@@ -28,25 +23,6 @@ COLORS = {
 }
 """By role; each keeps a contrast of 3 or more on white and differs in lightness too."""
 
-STYLE = {
-    "svg.fonttype": "none",  # text stays text: it is selectable and takes the page's font
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#9ca3af",
-    "axes.labelcolor": "#374151",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e5e7eb",
-    "grid.linewidth": 0.7,
-    "xtick.color": "#6b7280",
-    "ytick.color": "#6b7280",
-    "text.color": "#111827",
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-}
-WIDTH_INCHES, HEIGHT_INCHES = 4.8, 3.1
-"""About a phone's width at 72 dots per inch, so text stays readable there."""
 POINTS_PER_INCH = 72
 LABEL_POINTS = 10.0
 """From one label to the next."""
@@ -69,7 +45,7 @@ def training_curves(training: list[dict[str, Any]]) -> str:
     if not any(points.values()):
         return ""
     with mpl.rc_context(STYLE):
-        figure, axes = _axes("optimizer step", "nats per token")
+        figure, axes = new_axes("optimizer step", "nats per token")
         for (phase, first, last), shade in zip(_phases(training), PHASE_SHADES * len(training), strict=False):
             axes.axvspan(first - 0.5, last + 0.5, color=shade, linewidth=0)
             axes.annotate(
@@ -84,13 +60,13 @@ def training_curves(training: list[dict[str, Any]]) -> str:
         axes.set_ylim(bottom=0, top=1.12 * axes.get_ylim()[1])  # room for the names of the phases
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.93))
-        return _svg(figure, "training")
+        return inline_svg(figure, "training")
 
 
 def error_by_layer(rows: list[Row]) -> str:
     """How far each layer's output is from full precision, for every quantised scheme."""
     with mpl.rc_context(STYLE):
-        figure, axes = _axes("decoder layer", "relative error of its output")
+        figure, axes = new_axes("decoder layer", "relative error of its output")
         for row in rows:
             if row.layer_errors and row.role != "full":
                 marker = "." if len(row.layer_errors) < 10 else None
@@ -98,7 +74,7 @@ def error_by_layer(rows: list[Row]) -> str:
         axes.set_ylim(bottom=0)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(fontsize=8)
-        return _svg(figure, "layers")
+        return inline_svg(figure, "layers")
 
 
 def perplexity_by_bits(rows: list[Row]) -> str:
@@ -107,7 +83,7 @@ def perplexity_by_bits(rows: list[Row]) -> str:
     middle = (min(bits) * max(bits)) ** 0.5
     perplexities = [row.perplexity for row in rows]
     with mpl.rc_context(STYLE):
-        figure, axes = _axes("bits per weight + bits per activation", "perplexity of the text")
+        figure, axes = new_axes("bits per weight + bits per activation", "perplexity of the text")
         axes.set_xscale("log", base=2)
         axes.set_xlim(min(bits) / 1.25, max(bits) * 1.25)
         axes.xaxis.set_major_formatter("{x:g}")
@@ -129,7 +105,7 @@ def perplexity_by_bits(rows: list[Row]) -> str:
                 f"{row.scheme}  {row.perplexity:,.1f}", (x, row.perplexity), (offset[0], offset[1] + shift),
                 textcoords="offset points", ha=align, fontsize=8,
             )  # fmt: skip
-        return _svg(figure, "bits")
+        return inline_svg(figure, "bits")
 
 
 def gap_closed(gaps: dict[str, GapClosed], thresholds: dict[str, float]) -> str:
@@ -137,7 +113,7 @@ def gap_closed(gaps: dict[str, GapClosed], thresholds: dict[str, float]) -> str:
     asks for.
     """
     with mpl.rc_context(STYLE):
-        figure, axes = _axes("share of the gap closed, with 95 % interval", "", height_inches=2.0)
+        figure, axes = new_axes("share of the gap closed, with 95 % interval", "", height_inches=2.0)
         for y, (name, gap) in enumerate(gaps.items()):
             axes.plot([0, 1], [y, y], color="#e5e7eb", linewidth=8, solid_capstyle="butt", zorder=1)
             if thresholds[name]:
@@ -150,15 +126,7 @@ def gap_closed(gaps: dict[str, GapClosed], thresholds: dict[str, float]) -> str:
         axes.set_ylim(len(gaps) - 0.4, -0.6)
         axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
         axes.grid(axis="y", visible=False)
-        return _svg(figure, "gap")
-
-
-def _axes(x_label: str, y_label: str, height_inches: float = HEIGHT_INCHES) -> tuple[Figure, Any]:
-    figure = Figure(
-        figsize=(WIDTH_INCHES, height_inches), layout="constrained"
-    )  # no pyplot: it would keep every figure
-    axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
-    return figure, axes
+        return inline_svg(figure, "gap")
 
 
 def _phases(training: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
@@ -167,18 +135,3 @@ def _phases(training: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
     for row in training:
         steps.setdefault(row["phase"], []).append(row["step"])
     return sorted(((phase, min(of), max(of)) for phase, of in steps.items()), key=lambda item: item[1])
-
-
-def _svg(figure: Figure, name: str) -> str:
-    with mpl.rc_context({"svg.hashsalt": name}):  # ids that are the same in every run
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]  # the XML prologue names a DTD on the web
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    tag, rest = svg.split(">", 1)
-    tag = re.sub(r'\s(?:xmlns(?::\w+)?|version|width|height)="[^"]*"', "", tag)  # HTML needs none of them
-    rest = rest.replace("xlink:href", "href")
-    for reference in ('id="', 'href="#', "url(#"):  # every plot counts its ids from 1
-        rest = rest.replace(reference, f"{reference}{name}-")
-    return f"{tag}>{rest}"

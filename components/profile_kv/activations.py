@@ -63,7 +63,7 @@ def position_table(watch: ActivationWatch, sites: list[str], bits: int) -> Posit
 
 
 def activation_rows(watch: ActivationWatch, policy: PositionTable, bits: int) -> list[dict[str, Any]]:
-    """Rows of schemas.ACTIVATIONS, in order of site and position."""
+    """Rows of profile_schemas.ACTIVATIONS, in order of site and position."""
     scales_SP2 = policy.scales()
     edges = [0, *((a + b) // 2 + 1 for a, b in pairwise(KNOTS)), None]
     rows = []

@@ -1,12 +1,15 @@
-"""How much of the traces is profiled, and how the position table is chosen from it."""
+"""How much of the traces is profiled, how the position table is chosen from it, and how compute power is weighed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reflux.components.declare import source
 
-STAGE_VERSION = "1"
+STAGE_VERSION = "2"
+
+POWER_PROFILES = ("general", "medical", "code", "edge")
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +29,40 @@ class ProfileKvConfig:
     sample_tokens: int = 64
     """Tokens per site and position bucket on which candidate scales are tried; the whole bucket if smaller."""
     cost_traces: int = 4
-    """Traces decoded token by token to time the cache."""
+    """Traces decoded token by token to time the cache. 0: nothing is timed, and no power distribution is made."""
     cost_tokens: int = 64
     """Tokens decoded in each."""
+    cost_rounds: int = 3
+    """Times that they are decoded, each once bare and once with the cache timed. Medians are over rounds."""
+    cost_device: str = "cpu"
+    """cpu or cuda: where they are decoded. Everything else is computed on the CPU."""
+    power_profile: str = "general"
+    """What the field of use asks of compute power: general, medical, code or edge."""
+    power_coefficients: list[float] = field(default_factory=list)
+    """Alpha, beta and gamma of attention, FFN and cost, not negative, sum 1. Empty: the knee of the measured front,
+    which is as little repeatable as the measurement."""
+    power_attention_layers: list[int] = field(default_factory=list)
+    """Layers whose largest attention weight counts, from 0. Empty: all."""
+    power_first_token: int = 4
+    """Position at which compute power begins: the first tokens of a sequence take norms a hundred times those of all
+    later ones, beside which nothing else would show."""
     seed: int = 0
     """Of the samples."""
 
     def __post_init__(self) -> None:
-        for name in ("profiled_traces", "max_sequence_tokens", "batch_traces", "sample_tokens"):
+        for name in ("profiled_traces", "max_sequence_tokens", "batch_traces", "sample_tokens", "cost_rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"profile_kv.{name} {getattr(self, name)}: must be at least 1")
-        for name in ("cost_traces", "cost_tokens"):
+        for name in ("cost_traces", "cost_tokens", "power_first_token"):
             if getattr(self, name) < 0:
                 raise ValueError(f"profile_kv.{name} {getattr(self, name)}: must not be negative")
         if not 2 <= self.activation_bits <= 8:
             raise ValueError(f"profile_kv.activation_bits {self.activation_bits}: must be 2 to 8")
+        for name, allowed in (("cost_device", DEVICES), ("power_profile", POWER_PROFILES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"profile_kv.{name} {getattr(self, name)!r}: allowed are {', '.join(allowed)}")
+        given = self.power_coefficients
+        if given and (len(given) != 3 or min(given) < 0 or abs(sum(given) - 1) > 1e-6):
+            raise ValueError(f"profile_kv.power_coefficients {given}: must be three numbers, not negative, with sum 1")
+        if any(layer < 0 for layer in self.power_attention_layers):
+            raise ValueError(f"profile_kv.power_attention_layers {self.power_attention_layers}: must not be negative")

@@ -7,68 +7,147 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from reflux.components import models, policy_table, progress, schemas
+from reflux.components import models, policy_table, profile_schemas, progress
 from reflux.components.algorithms.low_bit import decoder_layers, site_modules, watching_sites
 from reflux.components.algorithms.rollouts import cache_argument
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.sequences import batched, padded
 
+from . import page, plots
 from .activations import ActivationWatch, activation_rows, position_table
 from .config import ProfileKvConfig
-from .kv_cache import KNorms, decode_costs
+from .cost_tables import bucket_rows, cost_metrics, cost_rows, overhead_rows
+from .decode_cost import DecodeCost, decode_cost
+from .k_norms import KNorms
+from .layers import bimodal_share, layer_rows
+from .power_choice import choose, chosen_of
+from .power_features import PowerWatch
+from .power_profiles import PROFILES, token_classes
+from .power_tables import coefficient_rows, feature_rows, power_data, power_metrics, power_rows, window_rows
 
-BIMODAL = 5 / 9  # Sarle's coefficient of a uniform distribution
+Rows = list[dict[str, Any]]
+COLUMNS = ["trace_id", "split", "prompt_token_ids", "response_token_ids", "entropy_nats", "anchor_spans"]
+MEASURED = (
+    "kv_cost", "kv_cost_buckets", "profiler_overhead", "power", "power_windows", "power_coefficients",
+)  # fmt: skip
+"""Tables that a clock has a part in, so that they are never the same twice."""
 
 
 def run(config: ProfileKvConfig, *, traces: Artifact, profile: Writer) -> dict[str, float]:
-    """Write the position table, activation statistics, K norms and measured cache costs; return their summary."""
-    rows = _training_rows(traces, config.profiled_traces)
+    """Write the position table, what is seen in the forwards, what is measured in decodes, and a page with plots."""
+    rows = _training_rows(traces, config)
     path = profile.source("student_uri")
     tokenizer, model = models.load_tokenizer(path), models.load_model(path)
-    sequences = [(row["prompt_token_ids"] + row["response_token_ids"])[: config.max_sequence_tokens] for row in rows]
 
+    watch, norms, features = _forwards(model, tokenizer, rows, config)
+    policy = position_table(watch, list(site_modules(model)), config.activation_bits)
+    tables = {"activations": activation_rows(watch, policy, config.activation_bits), "k_norms": norms.rows()}
+    tables["layers"] = layer_rows(tables["activations"], tables["k_norms"])
+    tables["power_features"] = feature_rows(rows, features)
+    metrics = _summary(tables)
+
+    costs = _costs(model.to(config.cost_device), rows, config)
+    tables["kv_cost"], tables["kv_cost_buckets"] = cost_rows(costs), bucket_rows(costs)
+    tables["profiler_overhead"] = overhead_rows(costs)
+    metrics |= cost_metrics(costs)
+    if costs:
+        classes = [
+            token_classes([tokenizer.decode([token]) for token in _token_ids(row)], row["anchor_spans"]) for row in rows
+        ]
+        data = power_data(rows, features, classes, costs, tables["kv_cost_buckets"], config.power_first_token)
+        candidates = choose(data, PROFILES[config.power_profile], config.power_coefficients)
+        power_BN = data.power(chosen_of(candidates).coefficients, PROFILES[config.power_profile])
+        tables["power"], tables["power_windows"] = power_rows(data, power_BN, rows), window_rows(data, power_BN, rows)
+        tables["power_coefficients"] = coefficient_rows(candidates)
+        metrics |= power_metrics(candidates, data, power_BN, tables["power_windows"])
+
+    profile.write_file("policy_table.bin", policy_table.encode(policy))
+    for name, schema in profile_schemas.TABLES.items():
+        told = schema.with_metadata(_notes(config)) if name == "power_coefficients" else schema
+        profile.write_table(name, pa.Table.from_pylist(tables.get(name, []), told), told, measured=name in MEASURED)
+    _write_page(profile, tables, metrics, config, rows)
+    return metrics
+
+
+def _forwards(
+    model: Any, tokenizer: Any, rows: Rows, config: ProfileKvConfig
+) -> tuple[ActivationWatch, KNorms, list[torch.Tensor]]:
+    """Read every sequence once; the last are each one's [N, 2] features of compute power."""
+    sequences = [_token_ids(row) for row in rows]
     watch = ActivationWatch(config.sample_tokens, len(sequences), config.seed)
     norms = KNorms(len(decoder_layers(model)), max(map(len, sequences)))
-    with torch.no_grad(), watching_sites(model, watch.see):
+    power_watch, features = PowerWatch(model, config.power_attention_layers), []
+    with torch.no_grad(), watching_sites(model, watch.see), power_watch.watching():
         for done, batch in enumerate(batched(sequences, config.batch_traces)):
             input_BT, mask_BT, position_BT = padded(batch, tokenizer.pad_token_id or 0)
             watch.begin(mask_BT)
             output = model.model(input_BT, attention_mask=mask_BT, position_ids=position_BT, use_cache=True)
             norms.update(getattr(output, cache_argument(model)), mask_BT)
+            features += [of_T2[: len(ids)] for of_T2, ids in zip(power_watch.features(), batch, strict=True)]
             progress.report(min((done + 1) * config.batch_traces, len(sequences)), len(sequences), "traces")
-    policy = position_table(watch, list(site_modules(model)), config.activation_bits)
-    activations = activation_rows(watch, policy, config.activation_bits)
-    costs = _costs(model, rows[: config.cost_traces], config.cost_tokens)
-
-    profile.write_file("policy_table.bin", policy_table.encode(policy))
-    profile.write_table("activations", pa.Table.from_pylist(activations, schemas.ACTIVATIONS), schemas.ACTIVATIONS)
-    profile.write_table("k_norms", pa.Table.from_pylist(norms.rows(), schemas.K_NORMS), schemas.K_NORMS)
-    profile.write_table("kv_cost", pa.Table.from_pylist(costs, schemas.KV_COST), schemas.KV_COST, measured=True)
-    return _summary(activations, costs)
+    return watch, norms, features
 
 
-def _training_rows(traces: Artifact, count: int) -> list[dict[str, Any]]:
-    columns = ["trace_id", "split", "prompt_token_ids", "response_token_ids"]
-    rows = [row for row in traces.table("traces", columns).to_pylist() if row["split"] == "train"]
-    return sorted(rows, key=lambda row: row["trace_id"])[:count]
+def _training_rows(traces: Artifact, config: ProfileKvConfig) -> Rows:
+    """The first by trace_id, cut to the tokens that are profiled."""
+    rows = [row for row in traces.table("traces", COLUMNS).to_pylist() if row["split"] == "train"]
+    rows = sorted(rows, key=lambda row: row["trace_id"])[: config.profiled_traces]
+    for row in rows:
+        row["prompt_token_ids"] = row["prompt_token_ids"][: config.max_sequence_tokens]
+        room = config.max_sequence_tokens - len(row["prompt_token_ids"])
+        row["response_token_ids"] = row["response_token_ids"][:room]
+    return rows
 
 
-def _costs(model: Any, rows: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
-    return [
-        {"trace_id": row["trace_id"], "position": position, "kv_bytes": held, "update_us": spent_us}
-        for row in rows
-        for position, held, spent_us in decode_costs(model, row["prompt_token_ids"], row["response_token_ids"][:tokens])
-    ]
+def _costs(model: Any, rows: Rows, config: ProfileKvConfig) -> list[DecodeCost]:
+    answered = [row for row in rows if row["response_token_ids"]][: config.cost_traces] if config.cost_tokens else []
+    costs = []
+    for row in answered:
+        response = row["response_token_ids"][: config.cost_tokens]
+        costs.append(decode_cost(model, row["trace_id"], row["prompt_token_ids"], response, config.cost_rounds))
+        progress.report(len(costs), len(answered), "traces decoded")
+    return costs
 
 
-def _summary(activations: list[dict[str, Any]], costs: list[dict[str, Any]]) -> dict[str, float]:
+def _token_ids(row: dict[str, Any]) -> list[int]:
+    return row["prompt_token_ids"] + row["response_token_ids"]
+
+
+def _notes(config: ProfileKvConfig) -> dict[str, str]:
+    """What a reader of the coefficients has to know besides."""
+    return {
+        "power_profile": config.power_profile,
+        "target_entropy_nats": str(PROFILES[config.power_profile].target_entropy_nats),
+        "chosen_by": "configuration" if config.power_coefficients else "knee",
+        "importance": "teacher_entropy",
+    }
+
+
+def _summary(tables: dict[str, Rows]) -> dict[str, float]:
+    activations, layers = tables["activations"], tables["layers"]
     tokens = sum(row["tokens"] for row in activations)
-    summary = {
+    return {
         "outlier_share": sum(row["outlier_share"] * row["tokens"] for row in activations) / tokens,
-        "bimodal_share": sum(row["tokens"] for row in activations if row["bimodality"] > BIMODAL) / tokens,
+        "bimodal_share": bimodal_share(activations),
+        "bimodal_norm_share": sum(row["bimodal_share"] for row in layers) / len(layers),
         "absmax": max(row["absmax"] for row in activations),
     }
-    if costs:
-        spent = sorted(row["update_us"] for row in costs)
-        summary["kv_update_us_p50"] = spent[len(spent) // 2]
-    return summary
+
+
+def _write_page(profile: Writer, tables: dict[str, Rows], metrics: dict[str, float], config: Any, rows: Rows) -> None:
+    """Plots depend on the version of what draws them, so they too stay outside the digest."""
+    figures = {
+        "activations": plots.largest_activations(tables["activations"]),
+        "k_norms": plots.k_norms(tables["k_norms"]),
+    }
+    if tables["kv_cost"]:
+        figures["cost"] = plots.cost_by_bucket(tables["kv_cost_buckets"])
+        figures["front"] = plots.coefficient_front(tables["power_coefficients"])
+        figures["power"] = plots.power_of_a_trace(
+            tables["power"][0]["power"], config.power_first_token, len(rows[0]["prompt_token_ids"])
+        )
+    tokens = sum(len(_token_ids(row)) for row in rows)
+    text = page.render(figures, metrics, traces=len(rows), tokens=tokens)
+    profile.write_file("profile.html", text.encode(), measured=True)
+    for name, svg in page.figure_files(figures).items():
+        profile.write_file(name, svg, measured=True)

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_chain
 import torch
@@ -18,6 +19,7 @@ from reflux.components.algorithms.policies import KNOTS, PositionTable
 from reflux.components.profile_kv import stage
 from reflux.components.profile_kv.activations import ActivationWatch, activation_rows, position_table
 from reflux.components.profile_kv.config import ProfileKvConfig
+from reflux.components.profile_kv.layers import bimodal_share
 
 HEADS, HEAD_WIDTH, LAYERS = 2, 16, 2  # of the tiny model's K and V
 SITE = "layers.0.mlp_in"
@@ -148,7 +150,6 @@ def test_bytes_are_keys_and_values_of_every_layer_up_to_the_token(chain: Chain) 
         assert row["update_us"] > 0
     lengths = {r["trace_id"]: len(r["prompt_token_ids"]) for r in chain.traces.table("traces").to_pylist()}
     assert costs[0]["position"] == lengths[costs[0]["trace_id"]]
-    assert chain.profile.metrics["kv_update_us_p50"] > 0
 
 
 def profiled(chain: Chain, folder: Path, **options: Any) -> Any:
@@ -164,8 +165,10 @@ def test_equal_work_gives_an_equal_digest_apart_from_what_was_timed(chain: Chain
         {shard.name: (shard.sha256, shard.measured) for shard in artifact.shards()}
         for artifact in (chain.profile, again)
     )
-    assert {name for name, (_, measured) in second.items() if measured} == {"kv_cost"}
-    assert {name for name in first if first[name] != second[name]} <= {"kv_cost"}
+    measured = {name for name, (_, is_measured) in second.items() if is_measured}
+    timed = {"kv_cost", "kv_cost_buckets", "profiler_overhead", "power", "power_windows", "power_coefficients"}
+    assert {name for name in measured if not name.startswith("plots/")} == {*timed, "profile.html"}
+    assert {name for name in first if first[name] != second[name]} <= measured
 
 
 def test_what_is_longer_than_asked_is_not_profiled(chain: Chain, tmp_path: Path) -> None:
@@ -175,12 +178,52 @@ def test_what_is_longer_than_asked_is_not_profiled(chain: Chain, tmp_path: Path)
     assert sum(row["tokens"] for row in short.table("activations").to_pylist()) == 3 * 10 * LAYERS * len(SITES)
 
 
+def test_a_layer_says_what_its_sites_and_keys_say(chain: Chain) -> None:
+    activations = chain.profile.table("activations").to_pylist()
+    keys = chain.profile.table("k_norms").to_pylist()
+    layers = chain.profile.table("layers").to_pylist()
+    assert [row["layer"] for row in layers] == list(range(LAYERS))
+    for row in layers:
+        own = [each for each in activations if each["layer"] == row["layer"]]
+        tokens = np.array([each["tokens"] for each in own])
+        assert row["absmax"] == max(each["absmax"] for each in own)
+        for name in ("outlier_share", "kurtosis", "bimodality"):
+            assert row[name] == pytest.approx(np.average([each[name] for each in own], weights=tokens), rel=1e-5)
+        norm_outputs = np.array([each["site"].endswith(("attn_in", "mlp_in")) for each in own])
+        two_modes = np.array([each["bimodality"] > 5 / 9 for each in own])
+        share = tokens[norm_outputs & two_modes].sum() / tokens[norm_outputs].sum()
+        assert row["bimodal_share"] == pytest.approx(share)
+        of_layer = [each for each in keys if each["layer"] == row["layer"]]
+        mean = np.average([each["k_norm_mean"] for each in of_layer], weights=[e["sequences"] for e in of_layer])
+        assert row["k_norm_mean"] == pytest.approx(mean, rel=1e-5)
+    assert chain.profile.metrics["bimodal_norm_share"] == pytest.approx(
+        np.mean([row["bimodal_share"] for row in layers])
+    )
+
+
+def test_layers_with_two_modes_are_told_from_those_with_one() -> None:
+    """Half of the channels near 0.01 and half near 1: two modes of log |x|; all near 1: one."""
+    noise_BTD = 1 + 0.1 * torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(3))
+    ones = torch.ones(4, 32, dtype=torch.long)
+    share = {}
+    for name, x_BTD in {"one": noise_BTD, "two": noise_BTD * torch.tensor([0.01, 1.0]).repeat(32)}.items():
+        watch = watched(x_BTD, ones)
+        share[name] = bimodal_share(activation_rows(watch, position_table(watch, [SITE], bits=4), bits=4))
+    assert share == {"one": 0, "two": 1}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"profiled_traces": 0}, "profiled_traces 0: must be at least 1"),
         ({"cost_tokens": -1}, "cost_tokens -1: must not be negative"),
         ({"activation_bits": 16}, "activation_bits 16: must be 2 to 8"),
+        ({"cost_rounds": 0}, "cost_rounds 0: must be at least 1"),
+        ({"cost_device": "tpu"}, "cost_device 'tpu': allowed are cpu, cuda"),
+        ({"power_profile": "legal"}, "power_profile 'legal': allowed are general, medical, code, edge"),
+        ({"power_coefficients": [0.5, 0.6, -0.1]}, r"power_coefficients \[0.5, 0.6, -0.1\]: must be three numbers"),
+        ({"power_coefficients": [0.5, 0.4]}, r"power_coefficients \[0.5, 0.4\]: must be three numbers"),
+        ({"power_attention_layers": [-1]}, r"power_attention_layers \[-1\]: must not be negative"),
     ],
 )
 def test_a_bad_configuration_is_named(options: dict[str, Any], message: str) -> None:
