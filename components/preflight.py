@@ -17,6 +17,8 @@ from reflux.components.algorithms.low_bit import FULL_PRECISION
 from reflux.components.collect_traces.answers import trace_id
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.prompts import Prompt, load_prompts
+from reflux.components.collect_traces.teachers import teacher_ids
+from reflux.components.collect_traces.teachers.server import check_server, configured_servers
 from reflux.components.distill.stage import schedule, scheme_of
 from reflux.components.evaluate.room import require_room
 from reflux.components.evaluate.text import evaluation_text
@@ -30,7 +32,8 @@ from reflux.components.storage import S3Settings, Store
 def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None = None) -> list[str]:
     """Check stage configurations (by stage name) against the world. Returns remarks for the person who starts the run.
 
-    ValueError or StoreError names what is wrong: field, value, and what is allowed.
+    ValueError, StoreError or ConnectionError names what is wrong: field, value, and what is allowed. Servers of
+    teachers are asked for their models and for two tokens.
     """
     store.check_writable()
     paths = _fetched(configs, settings)
@@ -60,6 +63,8 @@ def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None 
         max_total_tokens=context - collect.max_new_tokens,
     )
     _require_fitting_prompts(configs, prompts, context, models.context_length(student))
+    for server in configured_servers(collect):
+        check_server(server, prompts, tokenizer, collect)
     evaluation_text(
         paths[evaluate.eval_text_uri] if evaluate.eval_text_uri else None,
         tokenizer,
@@ -139,13 +144,14 @@ def _labels(path: Path, prompts: list[Prompt], collect: CollectTracesConfig, tea
     """
     if any(record.values.get("trace_id") for record in read_records(path)):
         digest = sources.digest(teacher)  # reads the whole model, so only where a label asks for it
-        ids = [trace_id(prompt, collect, digest) for prompt in prompts]
+        asked = [(prompt, teacher_id) for teacher_id in teacher_ids(collect, digest) for prompt in prompts]
+        ids = [(trace_id(prompt, collect, teacher_id), prompt) for prompt, teacher_id in asked]
     else:
-        ids = [prompt.prompt_id for prompt in prompts]
+        ids = [(prompt.prompt_id, prompt) for prompt in prompts]
     traces = Traces(
         (
             {"trace_id": name, "prompt_id": prompt.prompt_id, "step_starts": range(collect.max_new_tokens)}
-            for name, prompt in zip(ids, prompts, strict=True)
+            for name, prompt in ids
         ),
         foreseen=True,
     )

@@ -30,16 +30,22 @@ PROMPT_ID = column("prompt_id", pa.string(), "stable id of the prompt: the user'
 _TRACE = [
     TRACE_ID,
     PROMPT_ID,
+    column("teacher_id", pa.string(), "who answered: the model's content digest, or its name on a server"),
     column("dimension", pa.string(), "what the prompt tests, e.g. multi_hop, tool_use, trivial"),
     column("split", pa.string(), "train or heldout, by a hash of prompt_id"),
     column("prompt", pa.string(), "the user's text before the chat template"),
     column("prompt_token_ids", _list(pa.int32()), "[P] after the chat template"),
     column("response", pa.string(), "the teacher's sampled answer, decoded"),
     column("response_token_ids", _list(pa.int32()), "[T] with the closing EOS where the teacher wrote one"),
-    column("entropy_nats", _list(pa.float32()), "[T] entropy of the teacher's full next-token distribution, nats"),
+    column(
+        "entropy_nats",
+        _list(pa.float32()),
+        "[T] entropy of the teacher's next-token distribution, nats; of the K + 1 buckets alone where the schema's "
+        "metadata, entropy_of, says buckets",
+    ),
     column("key_token_score", _list(pa.float32()), "[T] in [0, 1]: how much the token carries the decision"),
     column("step_starts", _list(pa.int32()), "[S] index into the response where each reasoning step (sentence) begins"),
-    column("stop_reason", pa.string(), "eos or length"),
+    column("stop_reason", pa.string(), "eos, length, or stop: a server ended the answer for a reason of its own"),
 ]
 
 

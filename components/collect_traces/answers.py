@@ -1,81 +1,72 @@
-"""One batch of prompts becomes one table: the teacher's answers and what it thought at every token of them.
+"""What a teacher said to one prompt, whoever it was and wherever it ran, and the table that such answers become.
 
-Distributions come from the logits of generation itself, step by step; nothing at full vocabulary outlives its step.
+Teachers (`teachers/`) make `Answer`s; everything after them, up to the bytes of a shard, reads nothing else.
 
-Shapes: B rows being answered, V vocabulary, T response tokens, K kept entries.
+Shapes: T response tokens, K kept entries.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from torch import Tensor
 
-from reflux.components.algorithms.key_tokens import Evidence, key_token_score
-from reflux.components.algorithms.rollouts import Sampling, derive_seed, rollout
-from reflux.components.algorithms.sparse_teacher import sparse_topk
+from reflux.components.algorithms.sparse_teacher import SparseTeacher
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.prompts import Prompt
 from reflux.components.collect_traces.steps import step_starts, token_pieces
 
-PER_TOKEN = ("topk_token_ids", "topk_logprobs", "tail_logmass", "entropy_nats", "key_token_score")
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One teacher's answer to one prompt; tensors are on the CPU."""
+
+    prompt: Prompt
+    teacher_id: str
+    response_token_ids: list[int]
+    """T of them, with the closing EOS where the teacher wrote one."""
+    stop_reason: str
+    """"eos", "length", or "stop" where a server ended the answer for a reason of its own."""
+    sparse: SparseTeacher
+    """N = T. Its entropy is that of the whole distribution, or of the K + 1 buckets if `Teacher.entropy_of` says so."""
+    key_token_score_T: Tensor
+    captured: Any = None
+    """States and attention, where the configuration asks for them and the teacher can give them."""
 
 
-def answer_table(
-    model: Any,
-    tokenizer: Any,
-    prompts: list[Prompt],
-    config: CollectTracesConfig,
-    *,
-    teacher_digest: str,
-    schema: pa.Schema,
-) -> pa.Table:
-    """The rows of one shard, in the order of the prompts."""
-    seen: list[list[tuple[Tensor, ...]]] = [[] for _ in prompts]
-
-    def on_step(rows: list[int], logits_BV: Tensor) -> None:
-        sparse = sparse_topk(logits_BV, config.top_k, vocab_size=len(tokenizer))
-        evidence = Evidence(
-            logits_NV=logits_BV, entropy_nats_N=sparse.entropy_nats_N, temperature=config.key_token_temperature
-        )
-        score_B = key_token_score(evidence, config.key_token_strategies, config.key_token_weights)
-        kept = (sparse.token_ids_NK, sparse.logprobs_NK, sparse.tail_logmass_N, sparse.entropy_nats_N, score_B)
-        for row, values in zip(rows, zip(*(column.cpu() for column in kept), strict=True), strict=True):
-            seen[row].append(values)
-
-    done = rollout(
-        model,
-        [prompt.token_ids for prompt in prompts],
-        Sampling(temperature=config.temperature, top_p=config.top_p, max_new_tokens=config.max_new_tokens),
-        seeds=[derive_seed(config.seed, prompt.prompt_id) for prompt in prompts],
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        vocab_size=len(tokenizer),
-        on_step=on_step,
-    )
+def answer_table(answers: Sequence[Answer], tokenizer: Any, config: CollectTracesConfig, schema: pa.Schema) -> pa.Table:
+    """The rows of one shard, in the order of the answers."""
+    per_token = {
+        "topk_token_ids": [answer.sparse.token_ids_NK for answer in answers],
+        "topk_logprobs": [answer.sparse.logprobs_NK for answer in answers],
+        "tail_logmass": [answer.sparse.tail_logmass_N for answer in answers],
+        "entropy_nats": [answer.sparse.entropy_nats_N for answer in answers],
+        "key_token_score": [answer.key_token_score_T for answer in answers],
+    }
     columns: dict[str, pa.Array] = {
-        name: _ragged([torch.stack([values[i] for values in row]).numpy() for row in seen], schema.field(name).type)
-        for i, name in enumerate(PER_TOKEN)
+        name: _ragged([values.numpy() for values in rows], schema.field(name).type) for name, rows in per_token.items()
     }
     plain = [
         {
-            "trace_id": trace_id(prompt, config, teacher_digest),
-            "prompt_id": prompt.prompt_id,
-            "dimension": prompt.dimension,
-            "split": prompt.split,
-            "prompt": prompt.text,
-            "prompt_token_ids": prompt.token_ids,
-            "response": tokenizer.decode(rolled.response_token_ids, skip_special_tokens=True),
-            "response_token_ids": rolled.response_token_ids,
-            "step_starts": step_starts(token_pieces(tokenizer, rolled.response_token_ids)),
-            "stop_reason": rolled.stop_reason,
+            "trace_id": trace_id(answer.prompt, config, answer.teacher_id),
+            "prompt_id": answer.prompt.prompt_id,
+            "teacher_id": answer.teacher_id,
+            "dimension": answer.prompt.dimension,
+            "split": answer.prompt.split,
+            "prompt": answer.prompt.text,
+            "prompt_token_ids": answer.prompt.token_ids,
+            "response": tokenizer.decode(answer.response_token_ids, skip_special_tokens=True),
+            "response_token_ids": answer.response_token_ids,
+            "step_starts": step_starts(token_pieces(tokenizer, answer.response_token_ids)),
+            "stop_reason": answer.stop_reason,
         }
-        for prompt, rolled in zip(prompts, done, strict=True)
+        for answer in answers
     ]
     for name in schema.names:
         if name not in columns:
@@ -83,12 +74,12 @@ def answer_table(
     return pa.table([columns[name] for name in schema.names], schema=schema)
 
 
-def trace_id(prompt: Prompt, config: CollectTracesConfig, teacher_digest: str) -> str:
+def trace_id(prompt: Prompt, config: CollectTracesConfig, teacher_id: str) -> str:
     """The same for the same question put to the same teacher in the same way, whatever else is in the file."""
     contract = {
         "prompt_id": prompt.prompt_id,
         "prompt": prompt.text,
-        "teacher": teacher_digest,
+        "teacher": teacher_id,
         "temperature": config.temperature,
         "top_p": config.top_p,
         "max_new_tokens": config.max_new_tokens,

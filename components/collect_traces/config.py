@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from reflux.components.declare import setting, source
 
-STAGE_VERSION = "1"
+STAGE_VERSION = "2"
+LOCAL = "local"
+"""Name of the teacher that runs in this process."""
+SERVER_APIS = ("completions", "chat")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,9 +19,13 @@ class CollectTracesConfig:
     """Let the teacher answer every prompt and keep, for each token of its answer, what it would have said instead."""
 
     teacher: str = source()
-    """Model folder, .gguf file, s3:// prefix, package:<module> or hub id of the teacher."""
+    """Model folder, .gguf file, s3:// prefix, package:<module> or hub id of the teacher. Tokenizer, chat template and
+    context are its own even where only servers answer, and then it needs no weights here."""
     prompts_uri: str = source()
     """JSONL, CSV or Parquet file (or a folder of them) with prompt, and optionally prompt_id and dimension."""
+    answered_by: list[str] = field(default_factory=lambda: [LOCAL])
+    """Who answers every prompt: local (the model in `teacher`, in this process), or the names under which servers offer
+    models of the same tokenizer and template. A name enters the ids of its traces: let it carry the revision."""
     heldout_fraction: float = 0.2
     """Share of the prompts kept from training, in (0, 1); a prompt's side depends on a hash of its id alone."""
     trace_store: str = "topk"
@@ -47,6 +56,27 @@ class CollectTracesConfig:
     """Score in [0, 1] from which a token counts as key; stored with the traces."""
     device: str = setting("auto")
     """cpu, cuda or auto (cuda where there is one)."""
+    server_urls: list[str] = setting([])
+    """Base URLs of OpenAI-compatible servers, e.g. http://host:8000/v1: one for all served teachers, or one each."""
+    server_key_variables: list[str] = setting([])
+    """Environment variables that hold the servers' API keys, one for all or one each; containers get REFLUX_… alone."""
+    server_api: str = setting("completions")
+    """completions (the prompt goes as token ids) or chat (the server's template, whose ids must be ours)."""
+    server_concurrency: int = setting(16)
+    """Requests under way at once to each server; as many answers again may wait to be written."""
+    server_requests_per_minute: float = setting(0.0)
+    """Most requests per minute to each server, spread evenly; 0 is no limit."""
+    server_tokens_per_minute: float = setting(0.0)
+    """Most tokens per minute, prompts and answers, from each server; 0 is no limit."""
+    server_retries: int = setting(8)
+    """Repetitions of a request that a busy or absent server did not answer; 8 last about a minute."""
+    server_timeout_s: float = setting(600.0)
+    """Longest wait for the next byte of an answer, seconds; answers come whole, so for the answer."""
+
+    @property
+    def served(self) -> list[str]:
+        """The teachers behind servers."""
+        return [name for name in self.answered_by if name != LOCAL]
 
     def __post_init__(self) -> None:
         for name in ("teacher", "prompts_uri"):
@@ -74,3 +104,64 @@ class CollectTracesConfig:
             raise ValueError(f"collect_traces.key_token_temperature {self.key_token_temperature}: must be positive")
         if not 0 <= self.key_token_threshold <= 1:
             raise ValueError(f"collect_traces.key_token_threshold {self.key_token_threshold}: must be in [0, 1]")
+        _check_servers(self)
+
+
+def _check_servers(config: CollectTracesConfig) -> None:
+    names = config.answered_by
+    if not names or not all(name.strip() == name != "" for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"collect_traces.answered_by {names}: name {LOCAL} or served models, each once")
+    if config.server_api not in SERVER_APIS:
+        raise ValueError(f"collect_traces.server_api {config.server_api!r}: allowed are {' and '.join(SERVER_APIS)}")
+    if config.server_concurrency < 1 or config.server_retries < 0 or not config.server_timeout_s > 0:
+        raise ValueError(
+            f"collect_traces.server_concurrency {config.server_concurrency}, server_retries {config.server_retries}, "
+            f"server_timeout_s {config.server_timeout_s}: must be at least 1, at least 0, and positive"
+        )
+    for name in ("server_requests_per_minute", "server_tokens_per_minute"):
+        if not 0 <= getattr(config, name) < float("inf"):
+            raise ValueError(f"collect_traces.{name} {getattr(config, name)}: must be 0 (no limit) or positive")
+    _check_addresses(config)
+    if config.served:
+        _check_what_servers_give(config)
+
+
+def _check_what_servers_give(config: CollectTracesConfig) -> None:
+    """A server gives the likeliest tokens of each step and nothing else of its model."""
+    asked = {
+        "key_token_strategies": (config.key_token_strategies, ["confidence"]),
+        "key_token_temperature": (config.key_token_temperature, 1.0),
+    }
+    for name, (value, allowed) in asked.items():
+        if value != allowed:
+            raise ValueError(
+                f"collect_traces.{name} {value!r}: a server does not give the states, attention or whole distribution "
+                f"that this takes; with {config.served[0]!r} in answered_by, allowed is {allowed!r}"
+            )
+
+
+def _check_addresses(config: CollectTracesConfig) -> None:
+    served, urls, variables = config.served, config.server_urls, config.server_key_variables
+    if len(urls) not in ({1, len(served)} if served else {0}):
+        raise ValueError(
+            f"collect_traces.server_urls: {len(urls)} are given for {len(served)} served teachers in answered_by; one "
+            "for all or one each is needed"
+        )
+    if len(variables) not in {0, 1, len(served)}:
+        raise ValueError(
+            f"collect_traces.server_key_variables: {len(variables)} are given for {len(served)} served teachers; none, "
+            "one for all or one each is needed"
+        )
+    for url in urls:  # a key in a URL would end up in manifests and logs, so the URL is not shown either
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or "@" in url:
+            raise ValueError(
+                f"collect_traces.server_urls: the one at {parts.hostname or 'no host'} must be http(s)://host[:port]/path"
+                " without user, query or fragment; a key goes into a variable named in server_key_variables"
+            )
+    for variable in variables:
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*|", variable):
+            raise ValueError(
+                "collect_traces.server_key_variables: holds something that is no name of an environment variable; the "
+                "key itself must not stand in a configuration"
+            )

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import closing
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 
 from reflux.components.algorithms.key_tokens import check_strategies
 from reflux.components.artifacts import Writer
 from reflux.components.collect_traces.answers import answer_table
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.prompts import Prompt, load_prompts
-from reflux.components.models import (
-    context_length,
-    load_model,
-    load_tokenizer,
-    template_fingerprint,
-    tokenizer_fingerprint,
-)
+from reflux.components.collect_traces.teachers import open_teachers
+from reflux.components.collect_traces.teachers.server import check_server, configured_servers
+from reflux.components.collect_traces.teachers.teacher import Teacher
+from reflux.components.models import context_length, load_tokenizer, template_fingerprint, tokenizer_fingerprint
 from reflux.components.progress import report
 from reflux.components.records import rejected_table
 from reflux.components.schemas import REJECTED, TRACE_STORES
@@ -31,7 +32,6 @@ def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
     """Write the shards traces/00000, … and the table rejected. Metrics describe all shards, a killed run's too."""
     check_strategies(config.key_token_strategies, config.key_token_weights)
     teacher_path = traces.source("teacher")
-    teacher_digest = traces.source_digest("teacher")
     tokenizer = load_tokenizer(teacher_path)
     if config.top_k > len(tokenizer):
         raise ValueError(f"collect_traces.top_k {config.top_k}: the teacher's vocabulary has {len(tokenizer)} tokens")
@@ -42,27 +42,41 @@ def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
         max_prompt_tokens=config.max_prompt_tokens,
         max_total_tokens=context_length(teacher_path) - config.max_new_tokens,
     )
+    teachers = open_teachers(config, teacher_path, traces.source_digest("teacher"), tokenizer)
     schema = TRACE_STORES[config.trace_store](config.top_k).with_metadata(
-        _provenance(config, tokenizer, teacher_digest)
+        _provenance(config, tokenizer, traces.source_digest("teacher"), teachers)
     )
 
-    batches = _batches(prompts, config.batch_size)
-    names = [f"traces/{index:05d}" for index in range(len(batches))]
-    todo = [(name, batch) for name, batch in zip(names, batches, strict=True) if not traces.done(name)]
-    answered = len(prompts) - sum(len(batch) for _, batch in todo)
-    report(answered, len(prompts), "prompts")
-    model = load_model(teacher_path, config.dtype).to(_device(config.device)) if todo else None
+    work = [(teacher, batch) for teacher in teachers for batch in _batches(prompts, config.batch_size)]
+    shards = [(f"traces/{index:05d}", teacher, batch) for index, (teacher, batch) in enumerate(work)]
+    missing = [shard for shard in shards if not traces.done(shard[0])]
+    waited_for = {teacher.teacher_id for _, teacher, _ in missing}
+    for server in configured_servers(config):
+        if server.model in waited_for:
+            check_server(server, prompts, tokenizer, config)
+
+    total = len(prompts) * len(teachers)
+    answered = total - sum(len(batch) for _, _, batch in missing)
+    report(answered, total, "prompts")
     tokens, started = 0, time.monotonic()
-    for name, batch in todo:
-        table = answer_table(model, tokenizer, batch, config, teacher_digest=teacher_digest, schema=schema)
-        traces.write_table(name, table, schema)
-        tokens += pc.sum(pc.list_value_length(table["response_token_ids"])).as_py()
-        answered += len(batch)
-        report(answered, len(prompts), "prompts", f"{tokens / (time.monotonic() - started):.0f} tokens/s")
+    for teacher in teachers:
+        todo = [(name, batch) for name, owner, batch in missing if owner is teacher]
+        with closing(teacher.answers(prompt for _, batch in todo for prompt in batch)) as answers:
+            for name, batch in todo:
+                table = answer_table(list(islice(answers, len(batch))), tokenizer, config, schema)
+                traces.write_table(name, table, schema)
+                tokens += pc.sum(pc.list_value_length(table["response_token_ids"])).as_py()
+                answered += len(batch)
+                report(answered, total, "prompts", f"{tokens / (time.monotonic() - started):.0f} tokens/s")
     seconds = time.monotonic() - started
     traces.write_table("rejected", rejected_table(rejected), REJECTED)
 
-    metrics = _metrics([traces.pending_table(name) for name in names], config) | {"rejected": float(len(rejected))}
+    metrics = _metrics((traces.pending_table(name) for name, _, _ in shards), config)
+    metrics |= {
+        "prompts": float(len(prompts)),
+        "heldout_prompts": float(sum(prompt.split == "heldout" for prompt in prompts)),
+        "rejected": float(len(rejected)),
+    }
     return metrics | ({"tokens_per_second": tokens / seconds} if tokens else {})
 
 
@@ -72,10 +86,13 @@ def _batches(prompts: list[Prompt], size: int) -> list[list[Prompt]]:
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
-def _provenance(config: CollectTracesConfig, tokenizer: Any, teacher_digest: str) -> dict[str, str]:
+def _provenance(
+    config: CollectTracesConfig, tokenizer: Any, teacher_digest: str, teachers: list[Teacher]
+) -> dict[str, str]:
     """What a reader compares before it trusts a distribution: whose it is, over which tokens, under which contract."""
     return {
         "teacher_digest": teacher_digest,
+        "entropy_of": json.dumps({teacher.teacher_id: teacher.entropy_of for teacher in teachers}, sort_keys=True),
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "chat_template": template_fingerprint(tokenizer),
         "vocab_size": str(len(tokenizer)),
@@ -90,26 +107,27 @@ def _provenance(config: CollectTracesConfig, tokenizer: Any, teacher_digest: str
     }
 
 
-def _metrics(shards: list[pa.Table], config: CollectTracesConfig) -> dict[str, float]:
-    def per_token(name: str) -> np.ndarray:
-        return np.concatenate([shard[name].combine_chunks().flatten().to_numpy() for shard in shards])
-
-    stop_reasons = [reason for shard in shards for reason in shard["stop_reason"].to_pylist()]
-    splits = [split for shard in shards for split in shard["split"].to_pylist()]
-    entropy = per_token("entropy_nats").astype(np.float64)
+def _metrics(shards: Iterable[pa.Table], config: CollectTracesConfig) -> dict[str, float]:
+    """Over all answers; one shard is held at a time."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for shard in shards:
+        entropy, tail, score = (_per_token(shard, name) for name in ("entropy_nats", "tail_logmass", "key_token_score"))
+        sums["answers"] += shard.num_rows
+        sums["eos"] += pc.sum(pc.equal(shard["stop_reason"], "eos")).as_py()
+        sums["tokens"] += len(entropy)
+        sums["entropy_nats"] += entropy.sum()
+        sums["tail_mass"] += np.exp(tail).sum()
+        sums["key_tokens"] += (score >= np.float32(config.key_token_threshold)).sum()
     return {
-        "prompts": float(len(splits)),
-        "heldout_prompts": float(splits.count("heldout")),
-        "tokens": float(len(entropy)),
-        "entropy_mean_nats": float(entropy.mean()),
-        "tail_mass_mean": float(np.exp(per_token("tail_logmass").astype(np.float64)).mean()),
-        "key_token_share": float((per_token("key_token_score") >= config.key_token_threshold).mean()),
-        "eos_share": stop_reasons.count("eos") / len(stop_reasons),
-        "tokens_per_answer": len(entropy) / len(splits),
+        "answers": float(sums["answers"]),
+        "tokens": float(sums["tokens"]),
+        "entropy_mean_nats": float(sums["entropy_nats"] / sums["tokens"]),
+        "tail_mass_mean": float(sums["tail_mass"] / sums["tokens"]),
+        "key_token_share": float(sums["key_tokens"] / sums["tokens"]),
+        "eos_share": sums["eos"] / sums["answers"],
+        "tokens_per_answer": sums["tokens"] / sums["answers"],
     }
 
 
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
+def _per_token(shard: pa.Table, name: str) -> np.ndarray:
+    return shard[name].combine_chunks().flatten().to_numpy().astype(np.float64)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import openai_server
 import pytest
 from stage_writers import writer_for
 
@@ -277,3 +278,18 @@ def test_an_unwritable_store_is_refused_first(configs: dict[str, Any], tmp_path:
     store = Store.open(str(tmp_path / "file" / "store"))
     with pytest.raises((StoreError, ValueError), match=str(tmp_path / "file")):
         preflight.check(with_model(configs, "teacher", "nowhere"), store)
+
+
+def test_a_served_teacher_is_asked_before_any_work(configs: dict[str, Any], store: Store, tiny_model: Path) -> None:
+    with openai_server.running(tiny_model, "tiny-r1", max_logprobs=32) as server:
+        served = {
+            "answered_by": ["tiny-r1"], "server_urls": [server.url], "key_token_strategies": ["confidence"],
+            "key_token_weights": [1.0], "key_token_temperature": 1.0,
+        }  # fmt: skip
+        preflight.check(changed(configs, "collect_traces", **served), store)
+        assert [body["max_tokens"] for body in server.bodies] == [1, 1]
+        with pytest.raises(ValueError, match=r"answered_by 'tiny-r2': not served at .*; did you mean tiny-r1"):
+            preflight.check(changed(configs, "collect_traces", **(served | {"answered_by": ["tiny-r2"]})), store)
+        with pytest.raises(ValueError, match=r"HTTP 400: .*max allowed: 32"):
+            preflight.check(changed(configs, "collect_traces", **(served | {"top_k": 40})), store)
+    assert store.list() == []
