@@ -76,16 +76,24 @@ def context_length(path: Path) -> int:
 
 def layer_widths(path: Path) -> set[int]:
     """Input channels of the decoder's linear layers, which groups of weights have to divide."""
-    names = ("hidden_size", "intermediate_size", "num_attention_heads")
-    hidden, intermediate, heads = (_configured(path, name) for name in names)
-    head_dim = getattr(_configuration(path), "head_dim", None) or hidden // heads
-    return {hidden, intermediate, heads * head_dim}
+    hidden, intermediate = (_configured(path, name) for name in ("hidden_size", "intermediate_size"))
+    return {hidden, intermediate, _configured(path, "num_attention_heads") * _head_channels(path)}
+
+
+def kv_shape(path: Path) -> tuple[int, int]:
+    """KV heads of a layer, and channels of a head."""
+    return _configured(path, "num_key_value_heads"), _head_channels(path)
 
 
 def chat_token_ids(tokenizer: Any, prompt: str) -> list[int]:
     """[P] the user's prompt after the chat template, ready for the answer's first token."""
-    messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    encoded = tokenizer.apply_chat_template(chat_messages(prompt), add_generation_prompt=True, return_dict=True)
+    return encoded["input_ids"]
+
+
+def chat_messages(prompt: str) -> list[dict[str, str]]:
+    """The conversation that a prompt is."""
+    return [{"role": "user", "content": prompt}]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -116,6 +124,11 @@ def require_same_tokenizer(teacher: Any, student: Any) -> None:
             f"teacher ends answers with {teacher.eos_token!r}, student with {student.eos_token!r}: the student would "
             f"learn not to stop"
         )
+
+
+def _head_channels(path: Path) -> int:
+    given = getattr(_configuration(path), "head_dim", None)
+    return given or _configured(path, "hidden_size") // _configured(path, "num_attention_heads")
 
 
 def _configuration(path: Path) -> Any:

@@ -15,8 +15,9 @@ from reflux.components import declare, models, sources
 from reflux.components.algorithms.key_tokens import check_strategies
 from reflux.components.algorithms.low_bit import FULL_PRECISION
 from reflux.components.collect_traces.answers import trace_id
+from reflux.components.collect_traces.choice import asked_prompts
 from reflux.components.collect_traces.config import CollectTracesConfig
-from reflux.components.collect_traces.prompts import Prompt, load_prompts
+from reflux.components.collect_traces.prompts import Prompt
 from reflux.components.collect_traces.teachers import teacher_ids
 from reflux.components.collect_traces.teachers.server import check_server, configured_servers
 from reflux.components.distill.stage import schedule, scheme_of
@@ -55,13 +56,8 @@ def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None 
     schedule(distill, has_policy=scheme_of(distill).needs_policy)
     if collect.top_k > len(tokenizer):
         raise ValueError(f"collect_traces.top_k {collect.top_k}: the teacher's vocabulary has {len(tokenizer)} tokens")
-    prompts, rejected = load_prompts(
-        paths[collect.prompts_uri],
-        tokenizer,
-        heldout_fraction=collect.heldout_fraction,
-        max_prompt_tokens=collect.max_prompt_tokens,
-        max_total_tokens=context - collect.max_new_tokens,
-    )
+    asked = asked_prompts(paths[collect.prompts_uri], tokenizer, collect, context)
+    prompts, rejected = asked.prompts, asked.rejected
     _require_fitting_prompts(configs, prompts, context, models.context_length(student))
     for server in configured_servers(collect):
         check_server(server, prompts, tokenizer, collect)
@@ -72,6 +68,9 @@ def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None 
         window_tokens=evaluate.window_tokens,
     )
     remarks = [f"{len(prompts)} prompts, {sum(prompt.split == 'heldout' for prompt in prompts)} of them held out"]
+    if collect.prompts_per_dimension:
+        counts = ", ".join(f"{row['dimension']} {row['asked']} of {row['usable']}" for row in asked.composition)
+        remarks.append(f"prompts by dimension: {counts}")
     if rejected:
         first = rejected[0]
         remarks.append(f"{len(rejected)} prompts are set aside; the first, row {first['row']}: {first['reason']}")

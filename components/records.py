@@ -7,7 +7,7 @@ rejected rows; a file that cannot be read is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def rejected_table(rows: list[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=REJECTED)
 
 
-def read_text_field(values: dict[str, Any], name: str) -> str:
+def read_text_field(values: Mapping[str, Any], name: str) -> str:
     """The field's text without outer white space, "" where it is missing; a whole number counts as its digits.
 
     ValueError for anything else, so that a list or a float never becomes an identifier.

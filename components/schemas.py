@@ -34,7 +34,11 @@ _TRACE = [
     column("dimension", pa.string(), "what the prompt tests, e.g. multi_hop, tool_use, trivial"),
     column("split", pa.string(), "train or heldout, by a hash of prompt_id"),
     column("prompt", pa.string(), "the user's text before the chat template"),
+    column("language", pa.string(), "ISO 639 code of the prompt's language; zxx: none; und: it cannot be told"),
+    column("language_confidence", pa.float32(), "in [0, 1]: the detector's own, low for a few words"),
+    column("entity_count", pa.int32(), "named entities in the prompt; null without entity_model", nullable=True),
     column("prompt_token_ids", _list(pa.int32()), "[P] after the chat template"),
+    column("anchor_spans", _rows(pa.int32(), 2), "[A, 2] first prompt token and one past the last of each marked span"),
     column("response", pa.string(), "the teacher's sampled answer, decoded"),
     column("response_token_ids", _list(pa.int32()), "[T] with the closing EOS where the teacher wrote one"),
     column(
@@ -46,6 +50,7 @@ _TRACE = [
     column("key_token_score", _list(pa.float32()), "[T] in [0, 1]: how much the token carries the decision"),
     column("step_starts", _list(pa.int32()), "[S] index into the response where each reasoning step (sentence) begins"),
     column("stop_reason", pa.string(), "eos, length, or stop: a server ended the answer for a reason of its own"),
+    column("ends_in_loop", pa.bool_(), "the answer's last tokens are one phrase of at most 16, three times over"),
 ]
 
 
@@ -79,6 +84,16 @@ def traces_sampled(k: int) -> pa.Schema:
 
 
 TRACE_STORES = {"topk": traces_topk, "sampled": traces_sampled}
+
+PROMPT_COMPOSITION = pa.schema(
+    [
+        column("dimension", pa.string(), "what the prompts test"),
+        column("usable", pa.int64(), "prompts in the source that can be asked"),
+        column("asked", pa.int64(), "those of them that were chosen"),
+        column("heldout", pa.int64(), "those of the asked that are kept from training"),
+        column("share", pa.float64(), "asked, as a share of all asked prompts"),
+    ]
+)
 
 REJECTED = pa.schema(
     [

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
+from reflux.components.algorithms.loops import ends_in_loop
 from reflux.components.algorithms.sparse_teacher import SparseTeacher
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.prompts import Prompt
@@ -60,11 +61,16 @@ def answer_table(answers: Sequence[Answer], tokenizer: Any, config: CollectTrace
             "dimension": answer.prompt.dimension,
             "split": answer.prompt.split,
             "prompt": answer.prompt.text,
+            "language": answer.prompt.language,
+            "language_confidence": answer.prompt.language_confidence,
+            "entity_count": answer.prompt.entity_count,
             "prompt_token_ids": answer.prompt.token_ids,
+            "anchor_spans": answer.prompt.anchors,
             "response": tokenizer.decode(answer.response_token_ids, skip_special_tokens=True),
             "response_token_ids": answer.response_token_ids,
             "step_starts": step_starts(token_pieces(tokenizer, answer.response_token_ids)),
             "stop_reason": answer.stop_reason,
+            "ends_in_loop": ends_in_loop(answer.response_token_ids),
         }
         for answer in answers
     ]

@@ -23,6 +23,12 @@ class CollectTracesConfig:
     context are its own even where only servers answer, and then it needs no weights here."""
     prompts_uri: str = source()
     """JSONL, CSV or Parquet file (or a folder of them) with prompt, and optionally prompt_id and dimension."""
+    prompts_per_dimension: int = 0
+    """Prompts asked of each dimension, chosen by a hash of their ids; 0 asks all. 200 is the published number."""
+    trivial_share: float = 0.1
+    """Share of trivial prompts among those asked, in [0, 1), where prompts_per_dimension chooses."""
+    entity_model: str = source()
+    """Token classification model by which named entities in prompts are counted, folder or hub id; empty: no count."""
     answered_by: list[str] = field(default_factory=lambda: [LOCAL])
     """Who answers every prompt: local (the model in `teacher`, in this process), or the names under which servers offer
     models of the same tokenizer and template. A name enters the ids of its traces: let it carry the revision."""
@@ -94,6 +100,10 @@ class CollectTracesConfig:
         for name in ("top_k", "max_new_tokens", "max_prompt_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"collect_traces.{name} {getattr(self, name)}: must be at least 1")
+        if self.prompts_per_dimension < 0:
+            raise ValueError(f"collect_traces.prompts_per_dimension {self.prompts_per_dimension}: must be 0 or more")
+        if not 0 <= self.trivial_share < 1:
+            raise ValueError(f"collect_traces.trivial_share {self.trivial_share}: must be in [0, 1)")
         if not 0 < self.heldout_fraction < 1:
             raise ValueError(f"collect_traces.heldout_fraction {self.heldout_fraction}: must lie between 0 and 1")
         if not 0 < self.top_p <= 1:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import re
+import unicodedata
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reflux.components.collect_traces.anchors import Span, token_spans, without_markers
 from reflux.components.models import chat_token_ids
-from reflux.components.records import Record, read_records, read_text_field
+from reflux.components.records import Record, read_records, read_text_field, shown
 
 UNSPECIFIED = "unspecified"
 """Dimension of a prompt that names none."""
+LONGEST_NAME = 256
+"""Characters of a prompt_id or dimension: they stand in every row, and in messages."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # all but tab and line breaks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +25,15 @@ class Prompt:
     prompt_id: str
     dimension: str
     text: str
+    """Without the markers of its anchors."""
     token_ids: list[int]
+    """[P] after the chat template."""
     split: str
+    anchors: list[Span] = field(default_factory=list)
+    """[A] first token and one past the last of each marked span, in `token_ids`."""
+    language: str = "und"
+    language_confidence: float = 0.0
+    entity_count: int | None = None
 
 
 def load_prompts(
@@ -29,7 +42,7 @@ def load_prompts(
     """The usable prompts in file order, and the refused ones as rows of the table `rejected`.
 
     `max_total_tokens` is what prompt and answer may have together less the longest answer. ValueError for a file with a
-    malformed row or without a usable prompt, and for prompts that all fall on one side of the split.
+    malformed row or without a usable prompt.
     """
     prompts: dict[str, Prompt] = {}
     rejected: list[dict[str, Any]] = []
@@ -50,7 +63,6 @@ def load_prompts(
         first = f"all {len(rejected)} were rejected, the first for {rejected[0]['reason']}" if rejected else ""
         cause = first or "it is empty"
         raise ValueError(f"prompts {path.name}: no usable prompt; {cause}")
-    _require_both_splits(path, list(prompts.values()), heldout_fraction)
     return list(prompts.values()), rejected
 
 
@@ -64,9 +76,10 @@ def split_of(prompt_id: str, heldout_fraction: float) -> str:
 def _checked(
     record: Record, tokenizer: Any, heldout_fraction: float, max_prompt_tokens: int, max_total_tokens: int
 ) -> Prompt:
-    text = record.values.get("prompt")
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError("prompt: must be a text that is not empty")
+    text, spans = without_markers(_text(record.values))
+    for token in tokenizer.all_special_tokens:
+        if token in text:  # it would be read as what it stands for: the end of the turn, another speaker
+            raise ValueError(f"prompt: holds {token!r}, a control token of the teacher's tokenizer")
     token_ids = list(chat_token_ids(tokenizer, text))
     if len(token_ids) > max_prompt_tokens:
         raise ValueError(
@@ -77,17 +90,45 @@ def _checked(
             f"prompt: {len(token_ids)} tokens after the chat template; beside max_new_tokens the teacher's context "
             f"leaves {max_total_tokens}"
         )
-    prompt_id = read_text_field(record.values, "prompt_id") or hashlib.sha256(text.encode()).hexdigest()
+    prompt_id = _name(record.values, "prompt_id") or hashlib.sha256(text.encode()).hexdigest()
     return Prompt(
         prompt_id=prompt_id,
-        dimension=read_text_field(record.values, "dimension") or UNSPECIFIED,
+        dimension=_name(record.values, "dimension") or UNSPECIFIED,
         text=text,
         token_ids=token_ids,
         split=split_of(prompt_id, heldout_fraction),
+        anchors=token_spans(tokenizer, text, spans),
     )
 
 
-def _require_both_splits(path: Path, prompts: list[Prompt], heldout_fraction: float) -> None:
+def _text(values: dict[str, Any]) -> str:
+    if "prompt" not in values:
+        raise ValueError(f"prompt: is missing; the row has {shown(sorted(map(str, values)))}")
+    text = values["prompt"]
+    if not isinstance(text, str) or all(unicodedata.category(character)[0] in "CZ" for character in text):
+        raise ValueError(f"prompt {shown(text)}: must be a text that is not empty")
+    _require_printable("prompt", text)
+    return text
+
+
+def _name(values: dict[str, Any], field_name: str) -> str:
+    name = read_text_field(values, field_name)
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"{field_name} {shown(name)}: {len(name)} characters; at most {LONGEST_NAME} are allowed")
+    _require_printable(field_name, name)
+    return name
+
+
+def _require_printable(field_name: str, text: str) -> None:
+    if found := _CONTROL.search(text):
+        raise ValueError(
+            f"{field_name}: control character U+{ord(found[0]):04X} at character {found.start()}; tabs and line breaks "
+            "are the only ones allowed"
+        )
+
+
+def require_both_splits(path: Path, prompts: list[Prompt], heldout_fraction: float) -> None:
+    """ValueError if all prompts fall on one side."""
     heldout = sum(prompt.split == "heldout" for prompt in prompts)
     if heldout in (0, len(prompts)):
         raise ValueError(

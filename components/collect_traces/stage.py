@@ -17,31 +17,30 @@ import pyarrow.compute as pc
 from reflux.components.algorithms.key_tokens import check_strategies
 from reflux.components.artifacts import Writer
 from reflux.components.collect_traces.answers import answer_table
+from reflux.components.collect_traces.choice import asked_prompts, share_metrics
 from reflux.components.collect_traces.config import CollectTracesConfig
-from reflux.components.collect_traces.prompts import Prompt, load_prompts
+from reflux.components.collect_traces.prompts import Prompt
 from reflux.components.collect_traces.teachers import open_teachers
 from reflux.components.collect_traces.teachers.server import check_server, configured_servers
 from reflux.components.collect_traces.teachers.teacher import Teacher
+from reflux.components.collect_traces.traits import language_detector, with_traits
 from reflux.components.models import context_length, load_tokenizer, template_fingerprint, tokenizer_fingerprint
 from reflux.components.progress import report
 from reflux.components.records import rejected_table
-from reflux.components.schemas import REJECTED, TRACE_STORES
+from reflux.components.schemas import PROMPT_COMPOSITION, REJECTED, TRACE_STORES
 
 
 def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
-    """Write the shards traces/00000, … and the table rejected. Metrics describe all shards, a killed run's too."""
+    """Write the shards traces/00000, … and the tables composition and rejected. Metrics describe all shards, a killed
+    run's too.
+    """
     check_strategies(config.key_token_strategies, config.key_token_weights)
     teacher_path = traces.source("teacher")
     tokenizer = load_tokenizer(teacher_path)
     if config.top_k > len(tokenizer):
         raise ValueError(f"collect_traces.top_k {config.top_k}: the teacher's vocabulary has {len(tokenizer)} tokens")
-    prompts, rejected = load_prompts(
-        traces.source("prompts_uri"),
-        tokenizer,
-        heldout_fraction=config.heldout_fraction,
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_total_tokens=context_length(teacher_path) - config.max_new_tokens,
-    )
+    asked = asked_prompts(traces.source("prompts_uri"), tokenizer, config, context_length(teacher_path))
+    prompts = with_traits(asked.prompts, traces.source("entity_model") if config.entity_model else None)
     teachers = open_teachers(config, teacher_path, traces.source_digest("teacher"), tokenizer)
     schema = TRACE_STORES[config.trace_store](config.top_k).with_metadata(
         _provenance(config, tokenizer, traces.source_digest("teacher"), teachers)
@@ -69,14 +68,23 @@ def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
                 answered += len(batch)
                 report(answered, total, "prompts", f"{tokens / (time.monotonic() - started):.0f} tokens/s")
     seconds = time.monotonic() - started
-    traces.write_table("rejected", rejected_table(rejected), REJECTED)
+    traces.write_table("rejected", rejected_table(asked.rejected), REJECTED)
+    composition = pa.Table.from_pylist(asked.composition, schema=PROMPT_COMPOSITION)
+    traces.write_table("composition", composition, PROMPT_COMPOSITION)
 
     metrics = _metrics((traces.pending_table(name) for name, _, _ in shards), config)
     metrics |= {
         "prompts": float(len(prompts)),
         "heldout_prompts": float(sum(prompt.split == "heldout" for prompt in prompts)),
-        "rejected": float(len(rejected)),
+        "anchored_prompts": float(sum(bool(prompt.anchors) for prompt in prompts)),
+        "languages": float(len({prompt.language for prompt in prompts})),
+        "rejected": float(len(asked.rejected)),
+        **share_metrics(asked.composition),
     }
+    if config.attention_layers:
+        metrics["attention_coverage_mean"] = _coverage(
+            traces.pending_table(f"attention/{name}") for name, _, _ in shards
+        )
     return metrics | ({"tokens_per_second": tokens / seconds} if tokens else {})
 
 
@@ -101,9 +109,11 @@ def _provenance(
         "scored_temperature": "1.0",
         "sampled_temperature": str(config.temperature),
         "sampled_top_p": str(config.top_p),
+        "max_new_tokens": str(config.max_new_tokens),
         "seed": str(config.seed),
         "key_token_strategies": ",".join(config.key_token_strategies),
         "key_token_threshold": str(config.key_token_threshold),
+        "language_detector": language_detector(),
     }
 
 
@@ -114,6 +124,8 @@ def _metrics(shards: Iterable[pa.Table], config: CollectTracesConfig) -> dict[st
         entropy, tail, score = (_per_token(shard, name) for name in ("entropy_nats", "tail_logmass", "key_token_score"))
         sums["answers"] += shard.num_rows
         sums["eos"] += pc.sum(pc.equal(shard["stop_reason"], "eos")).as_py()
+        sums["length"] += pc.sum(pc.equal(shard["stop_reason"], "length")).as_py()
+        sums["loops"] += pc.sum(shard["ends_in_loop"]).as_py()
         sums["tokens"] += len(entropy)
         sums["entropy_nats"] += entropy.sum()
         sums["tail_mass"] += np.exp(tail).sum()
@@ -125,6 +137,8 @@ def _metrics(shards: Iterable[pa.Table], config: CollectTracesConfig) -> dict[st
         "tail_mass_mean": float(sums["tail_mass"] / sums["tokens"]),
         "key_token_share": float(sums["key_tokens"] / sums["tokens"]),
         "eos_share": sums["eos"] / sums["answers"],
+        "length_share": sums["length"] / sums["answers"],
+        "loop_share": sums["loops"] / sums["answers"],
         "tokens_per_answer": sums["tokens"] / sums["answers"],
     }
 

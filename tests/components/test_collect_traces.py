@@ -18,6 +18,8 @@ import torch
 from stage_writers import writer_for
 
 from reflux.components import progress
+from reflux.components.algorithms.loops import ends_in_loop
+from reflux.components.algorithms.rollouts import Sampling, derive_seed, rollout
 from reflux.components.artifacts import Artifact
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.prompts import load_prompts, split_of
@@ -127,6 +129,86 @@ def test_an_answer_depends_on_its_prompt_alone(
     assert part.items() <= everything.items()
 
 
+def test_the_sampling_contract_is_recorded_and_kept(
+    collect: Callable[..., Artifact], prompts_file: Path, tiny_model: Path
+) -> None:
+    """What was drawn can be drawn again from what the artifact says: no batch and no other prompt has a part in it."""
+    contract = {"temperature": 0.9, "top_p": 0.8, "seed": 5, "max_new_tokens": 20}
+    by_size = {size: collect(prompts_file, batch_size=size, **contract) for size in (1, 4, 9)}
+    rows = {size: traces.table("traces").sort_by("trace_id").to_pylist() for size, traces in by_size.items()}
+    assert contract.items() <= by_size[4].config.items()
+    recorded = by_size[4].schema_metadata("traces")
+    names = ("sampled_temperature", "sampled_top_p", "seed", "max_new_tokens", "scored_temperature")
+    assert [recorded[name] for name in names] == ["0.9", "0.8", "5", "20", "1.0"]
+    drawn = ("trace_id", "response_token_ids", "stop_reason")
+    for size in (1, 9):
+        assert [[row[name] for name in drawn] for row in rows[size]] == [
+            [row[name] for name in drawn] for row in rows[4]
+        ]
+    model, tokenizer = load_model(tiny_model), load_tokenizer(tiny_model)
+    for row in rows[4]:
+        (alone,) = rollout(
+            model,
+            [row["prompt_token_ids"]],
+            Sampling(
+                temperature=float(recorded["sampled_temperature"]),
+                top_p=float(recorded["sampled_top_p"]),
+                max_new_tokens=int(recorded["max_new_tokens"]),
+            ),
+            seeds=[derive_seed(int(recorded["seed"]), row["prompt_id"])],
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            vocab_size=int(recorded["vocab_size"]),
+        )
+        assert alone.response_token_ids == row["response_token_ids"]
+
+
+def test_what_is_known_of_a_prompt_and_an_answer_stands_with_the_trace(
+    collect: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    marked = {
+        "prompt_id": "marked",
+        "prompt": "Zuerst kam das [ANCHOR]Fieber[/ANCHOR], dann der Ausschlag auf der Haut.",
+    }
+    prompts = written(tmp_path / "prompts.jsonl", [*PROMPTS, marked])
+    traces = collect(prompts, max_new_tokens=40, temperature=0.0)  # greedy: an untrained model soon repeats itself
+    rows = {row["prompt_id"]: row for row in traces.table("traces").to_pylist()}
+    assert rows["marked"]["prompt"] == "Zuerst kam das Fieber, dann der Ausschlag auf der Haut."
+    ((first, end),) = rows["marked"]["anchor_spans"]
+    assert rows["marked"]["language"] == "de"
+    assert {row["entity_count"] for row in rows.values()} == {None}
+    assert all(row["anchor_spans"] == [] for name, row in rows.items() if name != "marked")
+    assert end - first == len("Fieber")  # a byte is a token
+    loops = [ends_in_loop(row["response_token_ids"]) for row in rows.values()]
+    assert [row["ends_in_loop"] for row in rows.values()] == loops
+    assert traces.metrics["loop_share"] == sum(loops) / len(loops) > 0
+    assert traces.metrics["length_share"] + traces.metrics["eos_share"] == 1
+    assert traces.metrics["anchored_prompts"] == 1
+    assert traces.schema_metadata("traces")["language_detector"].startswith("py3langid ")
+
+
+def test_as_many_prompts_are_asked_as_the_configuration_says(collect: Callable[..., Artifact], tmp_path: Path) -> None:
+    rows = [
+        {"prompt_id": f"{dimension}{i}", "dimension": dimension, "prompt": f"{dimension} {i}"}
+        for dimension in ("multi_hop", "tool_use", "trivial")
+        for i in range(12)
+    ]
+    prompts = written(tmp_path / "prompts.jsonl", rows)
+    traces = collect(prompts, prompts_per_dimension=9, heldout_fraction=0.3, max_new_tokens=3)
+    assert Counter(traces.table("traces")["dimension"].to_pylist()) == {"multi_hop": 9, "tool_use": 9, "trivial": 2}
+    table = traces.table("composition").to_pylist()
+    assert [(row["dimension"], row["usable"], row["asked"]) for row in table] == [
+        ("multi_hop", 12, 9), ("tool_use", 12, 9), ("trivial", 12, 2),
+    ]  # fmt: skip
+    assert sum(row["heldout"] for row in table) == traces.metrics["heldout_prompts"]
+    assert traces.metrics["share_trivial"] == pytest.approx(0.1)
+    assert traces.metrics["prompts"] == 20
+    assert traces.metrics["rejected"] == 0
+    reordered = collect(written(tmp_path / "other.jsonl", rows[::-1]), store="other", prompts_per_dimension=9,
+                        heldout_fraction=0.3, max_new_tokens=3)  # fmt: skip
+    assert reordered.table("traces").equals(traces.table("traces"))
+
+
 def test_a_second_attempt_makes_only_the_missing_shards(
     collect: Callable[..., Artifact], prompts_file: Path, tiny_model: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -158,7 +240,7 @@ def test_refused_prompts_are_kept_with_their_reason(collect: Callable[..., Artif
     for row, reason in zip(
         rejected,
         ["prompt_id 'p0': already used in prompts.jsonl, row 1", r"prompt: 3\d\d tokens .*max_prompt_tokens is 200",
-         "prompt: must be a text", "prompt: must be a text", r"prompt_id \['p'\]: must be text"], strict=True,
+         "prompt '  ': must be a text", "prompt: is missing", r"prompt_id \['p'\]: must be text"], strict=True,
     ):  # fmt: skip
         assert re.search(reason, row["reason"])
     assert traces.metrics["rejected"] == 5
@@ -187,7 +269,7 @@ def test_prompts_without_ids_and_dimensions_get_them(collect: Callable[..., Arti
         ("", "prompts.jsonl: no usable prompt; it is empty"),
         ("\n\n", "no usable prompt; it is empty"),
         ('{"prompt": "a"}\n{"prompt": \n', "prompts.jsonl, row 2: not a JSON object"),
-        ('{"prompt": 5}\n', "all 1 were rejected, the first for prompt: must be a text"),
+        ('{"prompt": 5}\n', "all 1 were rejected, the first for prompt 5: must be a text"),
         ('{"prompt": "a", "prompt_id": "p4"}\n', r"heldout_fraction 0\.2 holds out 0 of 1 prompts"),
         ('{"prompt": "a", "prompt_id": "p0"}\n', r"heldout_fraction 0\.2 holds out 1 of 1 prompts"),
     ],
@@ -210,6 +292,8 @@ def test_files_without_usable_prompts_are_refused(
         ({"temperature": -1.0}, "temperature -1.0"),
         ({"top_p": 0.0}, "top_p 0.0"),
         ({"heldout_fraction": 1.0}, "heldout_fraction 1.0"),
+        ({"prompts_per_dimension": -1}, "prompts_per_dimension -1"),
+        ({"trivial_share": 1.0}, "trivial_share 1.0"),
         ({"dtype": "int4"}, "dtype 'int4'"),
         ({"device": "tpu"}, "device 'tpu'"),
         ({"key_token_strategies": ["luck"], "key_token_weights": [1.0]}, "luck"),

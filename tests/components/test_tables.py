@@ -22,11 +22,15 @@ def traces(count: int) -> list[dict[str, object]]:
     for n in range(count):
         length = n % 5
         filled = {
+            "language_confidence": 0.5,
+            "entity_count": None,
             "prompt_token_ids": [1, 2, 3],
+            "anchor_spans": [[1, 3]],
             "response_token_ids": list(range(length)),
             "entropy_nats": rng.random(length, np.float32).tolist(),
             "key_token_score": [0.5] * length,
             "step_starts": [0],
+            "ends_in_loop": n % 2 == 0,
             "topk_token_ids": rng.integers(0, 99, (length, 3)).tolist(),
             "topk_logprobs": rng.random((length, 3)).astype(np.float16).tolist(),
             "tail_logmass": [-1.0] * length,
