@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from reflux.components.declare import source
 
-STAGE_VERSION = "1"
+STAGE_VERSION = "2"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,8 @@ def run(
 
     gaps = gaps_closed(rows, config.seed)
     parents = {"bundle": bundle.digest, "student": student.digest, "profile": profile.digest, "traces": traces.digest}
-    summary = summarize(config, rows, gaps, gates(config, rows, gaps), text, parents, sources)
+    composition = traces.table("composition").to_pylist()
+    summary = summarize(config, rows, gaps, gates(config, rows, gaps), text, parents, sources, composition)
     prompts = heldout[: config.generations]
     page = report.render(summary, rows, prompts=prompts, training=student.table("training").to_pylist())
     _write(scores, rows, prompts, summary, page)

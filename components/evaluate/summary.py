@@ -30,8 +30,11 @@ def summarize(
     text: EvaluationText,
     parents: dict[str, str],
     sources: dict[str, str],
+    prompts: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """JSON-ready. `parents` and `sources` are digests by name. Numbers that could not be computed are null."""
+    """JSON-ready. `parents` and `sources` are digests by name, `prompts` the rows of the traces' table composition.
+    Numbers that could not be computed are null.
+    """
     full = by_role(rows, "full")
     windows, window_tokens = text.window_WT.shape
     return {
@@ -48,6 +51,7 @@ def summarize(
             "scored_tokens": text.scored_tokens,
         },
         "heldout": {"traces": len(full.traces), "tokens": full.heldout_tokens},
+        "prompts": prompts,
         "parents": parents,
         "sources": sources,
         "config": asdict(config),

@@ -66,7 +66,8 @@ TRAINING = [
 
 def summary_of(rows: list[Row], config: EvaluateConfig = CONFIG) -> dict:
     gaps = gaps_closed(rows, config.seed)
-    return summarize(config, rows, gaps, gates(config, rows, gaps), TEXT, {"bundle": "sha256:" + "b" * 64}, {})
+    asked = [{"dimension": HOSTILE, "usable": 40, "asked": 20, "heldout": 4, "share": 1.0}]
+    return summarize(config, rows, gaps, gates(config, rows, gaps), TEXT, {"bundle": "sha256:" + "b" * 64}, {}, asked)
 
 
 def results(rows: list[Row], config: EvaluateConfig = CONFIG) -> dict[str, str]:
@@ -177,7 +178,7 @@ def test_prompts_and_answers_are_shown_and_cannot_run(source: str):
     page = Page(source)
     assert "script" not in page.tags
     assert "img" not in page.tags
-    assert page.text.count(HOSTILE) == 1 + len(PROMPTS) + len(ROWS)  # the text's name, prompts, first answers
+    assert page.text.count(HOSTILE) == 2 + len(PROMPTS) + len(ROWS)  # the text's name, a dimension, first answers
     assert "default-src 'none'" in source
 
 
@@ -198,7 +199,15 @@ def test_ids_of_the_plots_do_not_clash_and_references_lead_somewhere(source: str
 
 
 def test_the_page_has_every_section_and_is_the_same_each_time(source: str):
-    for heading in ("Gates", "Schemes", "Training", "Error by layer", "Perplexity against bits", "Lineage"):
+    for heading in (
+        "Gates",
+        "Schemes",
+        "What the teacher was asked",
+        "Training",
+        "Error by layer",
+        "Perplexity against bits",
+        "Lineage",
+    ):
         assert heading in source
     assert source.count("<svg") == 4
     assert source == report.render(summary_of(ROWS), ROWS, prompts=PROMPTS, training=TRAINING)
