@@ -23,10 +23,9 @@ from reflux.components.collect_traces.teachers.server import check_server, confi
 from reflux.components.distill.stage import schedule, scheme_of
 from reflux.components.evaluate.room import require_room
 from reflux.components.evaluate.text import evaluation_text
-from reflux.components.ingest_labels.stage import read_labels
-from reflux.components.ingest_labels.validation import Traces
+from reflux.components.ingest_labels.known_traces import Traces
+from reflux.components.ingest_labels.stage import ingest, load
 from reflux.components.model_files import require_model_files
-from reflux.components.records import read_records
 from reflux.components.storage import S3Settings, Store
 
 
@@ -141,7 +140,8 @@ def _labels(path: Path, prompts: list[Prompt], collect: CollectTracesConfig, tea
     Which traces there will be is known before the teacher answers; how many steps an answer has is not, but it has no
     more than tokens.
     """
-    if any(record.values.get("trace_id") for record in read_records(path)):
+    records = load(path)
+    if any(record.values.get("trace_id") for record in records):
         digest = sources.digest(teacher)  # reads the whole model, so only where a label asks for it
         asked = [(prompt, teacher_id) for teacher_id in teacher_ids(collect, digest) for prompt in prompts]
         ids = [(trace_id(prompt, collect, teacher_id), prompt) for prompt, teacher_id in asked]
@@ -154,8 +154,9 @@ def _labels(path: Path, prompts: list[Prompt], collect: CollectTracesConfig, tea
         ),
         foreseen=True,
     )
-    labels, refused = read_labels(path, traces)
-    remark = f"{len(labels) + len(refused)} labels"
+    found = ingest(records, path.name, traces)
+    refused = found.rejected
+    remark = f"{len(found.labels) + len(found.marks) + len(refused)} labels"
     if refused:
         first = refused[0]
         remark += f", {len(refused)} of them are set aside; the first, row {first['row']}: {first['reason']}"

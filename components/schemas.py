@@ -41,6 +41,7 @@ _TRACE = [
     column("anchor_spans", _rows(pa.int32(), 2), "[A, 2] first prompt token and one past the last of each marked span"),
     column("response", pa.string(), "the teacher's sampled answer, decoded"),
     column("response_token_ids", _list(pa.int32()), "[T] with the closing EOS where the teacher wrote one"),
+    column("response_char_ends", _list(pa.int32()), "[T] characters of the response up to the end of each token"),
     column(
         "entropy_nats",
         _list(pa.float32()),
@@ -149,6 +150,29 @@ LABELS = pa.schema(
         column("overload", pa.bool_(), "the annotator saw cognitive overload"),
         column("guardrail", pa.bool_(), "a guard-rail was triggered"),
         column("comment", pa.string(), "free text", nullable=True),
+        column("submitted_at", pa.timestamp("ms", "UTC"), "when the annotator last changed it", nullable=True),
+        column(
+            "matched_by",
+            pa.string(),
+            "what shows that this answer was rated: trace_id; text, the same up to the rated step; prompt_id, only "
+            "that it is the one answer to the prompt",
+        ),
+        column(
+            "carried_from",
+            pa.string(),
+            "trace_id under which it was rated, where that answer was collected again",
+            nullable=True,
+        ),
+    ]
+)
+
+KEY_TOKENS = pa.schema(
+    [
+        TRACE_ID,
+        PROMPT_ID,
+        column("annotator", pa.string(), "who marked"),
+        column("mark", pa.string(), "the label they gave, key unless the project has several"),
+        column("position", pa.int32(), "index of a marked token in the response, from 0"),
     ]
 )
 
@@ -161,6 +185,33 @@ HARD_SAMPLES = pa.schema(
         column("rating_min", pa.int32(), "lowest rating of any step"),
         column("hard", pa.bool_(), "a step rated <= 2, an overload or a guard-rail"),
         column("reasons", _list(pa.string()), "which of low_rating, overload, guardrail hold"),
+    ]
+)
+
+AGREEMENT = pa.schema(
+    [
+        column("dimension", pa.string(), "of the prompts; null for all of them together", nullable=True),
+        column("steps", pa.int32(), "rated by at least two annotators"),
+        column("ratings", pa.int32(), "of these steps"),
+        column("annotators", pa.int32(), "who gave them"),
+        column("alpha", pa.float64(), "Krippendorff's alpha, ordinal; null where it is undefined", nullable=True),
+        column("alpha_low", pa.float64(), "lower end of its 95 % bootstrap interval over answers", nullable=True),
+        column("alpha_high", pa.float64(), "upper end of the same", nullable=True),
+    ]
+)
+
+COMPOSITION = pa.schema(
+    [
+        column("sample_set", pa.string(), "hard, labelled, or all traces"),
+        column(
+            "property",
+            pa.string(),
+            "dimension NAME; hesitant and long: mean entropy and tokens in the highest quarter of all traces; cut off; "
+            "loops; low_rating, overload, guardrail",
+        ),
+        column("traces", pa.int64(), "of the set that have it"),
+        column("of", pa.int64(), "traces of the set"),
+        column("share", pa.float64(), "of the set"),
     ]
 )
 

@@ -1,4 +1,4 @@
-"""The command line: reflux run | report | compile | lineage | doctor | store.
+"""The command line: reflux run | report | label-tasks | compile | lineage | doctor | store.
 
 Commands are thin: each parses, calls one function of its module, prints. Modules are imported inside the commands, so
 that `reflux --help` starts at once and a command needs no more packages than its own work does.
@@ -92,7 +92,7 @@ def cli() -> None:
 )
 @click.option("--student", metavar="MODEL", default="", help="The same; shares the teacher's tokenizer.")
 @click.option("--prompts", metavar="URI", default="", help="JSONL or Parquet, local or s3://.")
-@click.option("--labels", metavar="URI", default="", help="Expert ratings: JSONL, CSV or Parquet.")
+@click.option("--labels", metavar="URI", default="", help="Expert ratings: an export, JSONL, CSV or Parquet.")
 @click.option("--eval-text", metavar="URI", default="", help="UTF-8 text for perplexity.")
 @SETTINGS
 @CONFIG
@@ -144,6 +144,25 @@ def report(run: str, as_json: bool, store: str, endpoint: str, data_dir: Path) -
 
     result = reports.read(runs.find(run, data_dir), stores.given(store, endpoint, data_dir))
     click.echo(reports.machine_readable(result)) if as_json else reports.show(result)
+
+
+@cli.command(name="label-tasks")
+@click.argument("run")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True,
+    help="JSON file to write; the labelling configuration goes beside it, as .xml.",
+)  # fmt: skip
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="A random sample of N answers; default: all.")
+@OTHER_STORE
+@ENDPOINT
+@DATA_DIR
+def label_tasks(run: str, output: Path, limit: int | None, store: str, endpoint: str, data_dir: Path) -> None:
+    """The answers of RUN as a project for Label Studio, whose JSON export is what --labels reads."""
+    from reflux.pipelines import label_tasks as tasks
+    from reflux.pipelines import runs, stores
+
+    number, config = tasks.write(runs.find(run, data_dir), output, stores.given(store, endpoint, data_dir), limit)
+    click.echo(f"{number} tasks: {output}; labelling configuration: {config}")
 
 
 @cli.command(name="compile")

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ def answer_table(answers: Sequence[Answer], tokenizer: Any, config: CollectTrace
     columns: dict[str, pa.Array] = {
         name: _ragged([values.numpy() for values in rows], schema.field(name).type) for name, rows in per_token.items()
     }
+    pieces = [token_pieces(tokenizer, answer.response_token_ids) for answer in answers]
     plain = [
         {
             "trace_id": trace_id(answer.prompt, config, answer.teacher_id),
@@ -66,13 +68,14 @@ def answer_table(answers: Sequence[Answer], tokenizer: Any, config: CollectTrace
             "entity_count": answer.prompt.entity_count,
             "prompt_token_ids": answer.prompt.token_ids,
             "anchor_spans": answer.prompt.anchors,
-            "response": tokenizer.decode(answer.response_token_ids, skip_special_tokens=True),
+            "response": "".join(texts),
             "response_token_ids": answer.response_token_ids,
-            "step_starts": step_starts(token_pieces(tokenizer, answer.response_token_ids)),
+            "response_char_ends": list(accumulate(map(len, texts))),
+            "step_starts": step_starts(texts),
             "stop_reason": answer.stop_reason,
             "ends_in_loop": ends_in_loop(answer.response_token_ids),
         }
-        for answer in answers
+        for answer, texts in zip(answers, pieces, strict=True)
     ]
     for name in schema.names:
         if name not in columns:

@@ -1,51 +1,38 @@
-"""ingest_labels: what joins, what is quarantined with which reason, and that no input at all breaks the reader."""
+"""ingest_labels: what joins, what is quarantined with which reason, and what is made of it."""
 
 from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from labelled_traces import trace_row, traces_artifact
 from stage_writers import writer_for
 
 from reflux.components.artifacts import Artifact
-from reflux.components.collect_traces.config import CollectTracesConfig
-from reflux.components.ingest_labels.agreement import krippendorff_alpha
+from reflux.components.ingest_labels.agreement import agreement
 from reflux.components.ingest_labels.config import IngestLabelsConfig
-from reflux.components.ingest_labels.stage import hard_samples, join, run
-from reflux.components.ingest_labels.validation import Label, Traces
+from reflux.components.ingest_labels.formats import plain_rows
+from reflux.components.ingest_labels.known_traces import Traces
+from reflux.components.ingest_labels.resolution import join
+from reflux.components.ingest_labels.stage import run
 from reflux.components.records import read_records
-from reflux.components.schemas import HARD_SAMPLES, LABELS, traces_topk
+from reflux.components.schemas import HARD_SAMPLES, LABELS
 from reflux.components.sources import fetch
 
 STEPS = {"p1": 3, "p2": 1, "p3": 2}
 GOOD = {"prompt_id": "p1", "step": 0, "annotator": "ann", "rating": 4}
-
-
-def trace_row(prompt_id: str, steps: int) -> dict[str, Any]:
-    empty: dict[str, Any] = {field.name: "" if field.type == pa.string() else [] for field in traces_topk(1)}
-    return empty | {"trace_id": f"trace-of-{prompt_id}", "prompt_id": prompt_id, "step_starts": list(range(steps))}
-
-
-KNOWN = [trace_row(prompt_id, steps) for prompt_id, steps in STEPS.items()]
+KNOWN = [trace_row(prompt_id, " ".join(["One step."] * steps)) for prompt_id, steps in STEPS.items()]
 
 
 @pytest.fixture
 def traces(tmp_path: Path) -> Artifact:
-    (tmp_path / "asked.jsonl").write_text("{}\n")
-    config = CollectTracesConfig(teacher=str(tmp_path / "asked.jsonl"), prompts_uri=str(tmp_path / "asked.jsonl"))
-    writer = writer_for(tmp_path / "store", "collect_traces", config)
-    writer.write_table("traces/00000", pa.Table.from_pylist(KNOWN, schema=traces_topk(1)), traces_topk(1))
-    return writer.commit({})
+    return traces_artifact(tmp_path, KNOWN)
 
 
 @pytest.fixture
@@ -75,14 +62,17 @@ def test_labels_join_by_prompt_or_trace(ingest: Callable[..., Artifact]) -> None
     first, second = labels.table("labels").to_pylist()
     assert first == {
         "trace_id": "trace-of-p1", "prompt_id": "p1", "step": 0, "annotator": "ann", "rating": 4,
-        "overload": False, "guardrail": False, "comment": None,
+        "overload": False, "guardrail": False, "comment": None, "submitted_at": None, "matched_by": "prompt_id",
+        "carried_from": None,
     }  # fmt: skip
     assert second == {
         "trace_id": "trace-of-p3", "prompt_id": "p3", "step": 1, "annotator": "bo", "rating": 2,
-        "overload": True, "guardrail": False, "comment": "ü",
+        "overload": True, "guardrail": False, "comment": "ü", "submitted_at": None, "matched_by": "trace_id",
+        "carried_from": None,
     }  # fmt: skip
     assert labels.metrics == {
-        "labels": 2, "rejected": 0, "annotators": 2, "labelled_traces": 2, "hard_share": 0.5
+        "labels": 2, "rejected": 0, "repeated": 0, "replaced": 0, "carried": 0, "matched_by_prompt_alone": 1,
+        "marked_tokens": 0, "annotators": 2, "labelled_traces": 2, "steps_rated_twice": 0, "hard_share": 0.5,
     }  # fmt: skip
 
 
@@ -94,6 +84,10 @@ def test_labels_join_by_prompt_or_trace(ingest: Callable[..., Artifact]) -> None
         (GOOD | {"trace_id": "trace-of-p2"}, "the trace named beside it belongs to 'p2'"),
         (GOOD | {"prompt_id": None}, "one of them must say what was rated"),
         (GOOD | {"prompt_id": ["p1"]}, "prompt_id ['p1']: must be text"),
+        (GOOD | {"submitted_at": "2999-01-01T00:00:00Z"}, "submitted_at 2999-01-01T00:00:00Z: lies in the future"),
+        (GOOD | {"submitted_at": "yesterday"}, "submitted_at 'yesterday': must be a time as in"),
+        (GOOD | {"submitted_at": 1773000000}, "submitted_at 1773000000: must be a time as in"),
+        (GOOD | {"submitted_at": "0001-01-01T00:00:00+10:00"}, "lies outside the calendar"),
         (GOOD | {"step": 3}, "step 3: the trace has 3 steps, counted from 0"),
         (GOOD | {"step": -1}, "step -1: the trace has 3 steps"),
         (GOOD | {"step": None}, "step None: must be a whole number"),
@@ -145,8 +139,13 @@ def test_no_labels_is_a_valid_answer(traces: Artifact, tmp_path: Path) -> None:
     config = IngestLabelsConfig()
     writer = writer_for(tmp_path / "store", "ingest_labels", config, traces=traces)
     labels = writer.commit(run(config, traces=traces, labels=writer))
-    assert [labels.table(name).num_rows for name in ("labels", "hard_samples", "rejected")] == [0, 0, 0]
-    assert labels.metrics == {"labels": 0, "rejected": 0, "annotators": 0, "labelled_traces": 0}
+    for name in ("labels", "key_tokens", "hard_samples", "composition", "rejected"):
+        assert labels.table(name).num_rows == 0
+    assert labels.table("agreement").to_pylist() == [
+        {"dimension": None, "steps": 0, "ratings": 0, "annotators": 0, "alpha": None, "alpha_low": None}
+        | {"alpha_high": None}
+    ]
+    assert set(labels.metrics.values()) == {0}
 
 
 @pytest.mark.parametrize(
@@ -188,96 +187,8 @@ def test_hard_samples_say_why(ingest: Callable[..., Artifact]) -> None:
 
 def test_the_demo_labels_show_two_rows_in_quarantine() -> None:
     asked = {record.values["prompt_id"] for record in read_records(fetch("builtin:demo_prompts.jsonl"))}
-    known = Traces(trace_row(prompt_id, 2) for prompt_id in asked)
-    labels, rejected = join(list(read_records(fetch("builtin:demo_labels.jsonl"))), known)
-    assert len(labels) == 90
-    assert [row["reason"].partition(":")[0] for row in rejected] == ["prompt_id 'multi_hop_99'", "rating 6"]
-    assert 0.5 < (krippendorff_alpha(labels) or 0) < 1
-
-
-def label(step: int, annotator: str, rating: int) -> Label:
-    return Label(
-        trace_id="t", prompt_id="p", step=step, annotator=annotator, rating=rating,
-        overload=False, guardrail=False, comment=None,
-    )  # fmt: skip
-
-
-def test_agreement_is_1_when_experts_agree_and_absent_when_it_is_undefined() -> None:
-    agreeing = [label(step, annotator, 1 + step) for step in range(4) for annotator in ("ann", "bo")]
-    assert krippendorff_alpha(agreeing) == pytest.approx(1)
-    opposed = [
-        label(step, annotator, 1 + 4 * ((step + i) % 2)) for step in range(4) for i, annotator in enumerate("ab")
-    ]
-    assert krippendorff_alpha(opposed) == pytest.approx(-0.75)  # 1 - (n - 1) / (n / 2) for n = 8 ratings
-    assert krippendorff_alpha([]) is None
-    assert krippendorff_alpha([label(step, "ann", 1 + step) for step in range(4)]) is None
-    assert krippendorff_alpha([label(0, "ann", 3), label(0, "bo", 3)]) is None
-
-
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=5,
-)
-nearly_a_label = st.fixed_dictionaries(
-    {},
-    optional={
-        "prompt_id": st.sampled_from([*STEPS, "p9"]) | anything,
-        "trace_id": st.sampled_from(["trace-of-p1", ""]) | anything,
-        "step": st.integers(-1, 3) | anything,
-        "annotator": st.text(max_size=3) | anything,
-        "rating": st.integers(0, 6) | anything,
-        "overload": anything,
-        "comment": anything,
-    },
-)
-lines = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\n\ufeff")) | (
-    anything | nearly_a_label
-).map(json.dumps)
-
-
-def ingested(name: str, content: bytes) -> tuple[list[Label], list[dict[str, Any]]]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, name)
-        file.write_bytes(content)
-        labels, rejected = join(list(read_records(file)), Traces(iter(KNOWN)))
-    pa.Table.from_pylist([asdict(one) for one in labels], schema=LABELS)
-    pa.Table.from_pylist(hard_samples(labels, 2), schema=HARD_SAMPLES)
-    alpha = krippendorff_alpha(labels)
-    assert alpha is None or math.isfinite(alpha)
-    return labels, rejected
-
-
-@settings(max_examples=150, deadline=None)
-@given(noise=st.lists(lines, max_size=6), steps=st.permutations(range(3)), data=st.data())
-def test_no_valid_row_is_lost_among_noise_and_no_row_vanishes(
-    noise: list[str], steps: list[int], data: st.DataObject
-) -> None:
-    valid = [json.dumps(GOOD | {"step": step, "annotator": "valid \U0001f600", "rating": step + 1}) for step in steps]
-    rows = data.draw(st.permutations(noise + valid))
-    labels, rejected = ingested("labels.jsonl", "\n".join(rows).encode())
-    own = sorted(one.step for one in labels if one.annotator == "valid \U0001f600")
-    assert own == [0, 1, 2]
-    assert len(labels) + len(rejected) == sum(1 for row in rows if row.strip())
-
-
-def ingested_or_refused(name: str, content: bytes) -> list[Label] | str:
-    """Labels, or the message of the only kind of error that a file may lead to."""
-    try:
-        return ingested(name, content)[0]
-    except ValueError as error:
-        return str(error)
-
-
-@settings(max_examples=150, deadline=None)
-@given(name=st.sampled_from(["labels.jsonl", "labels.csv", "labels.parquet"]), content=st.binary(max_size=200))
-def test_arbitrary_bytes_give_no_label_or_a_clear_error(name: str, content: bytes) -> None:
-    outcome = ingested_or_refused(name, content)
-    assert outcome == [] or name in outcome
-
-
-@settings(max_examples=100, deadline=None)
-@given(text=st.text(st.characters(blacklist_categories=["Cs"])))
-def test_arbitrary_text_after_a_csv_row_leaves_it_or_is_a_clear_error(text: str) -> None:
-    outcome = ingested_or_refused("labels.csv", f"prompt_id,step,annotator,rating\np1,0,ann,4\n{text}".encode())
-    assert "labels.csv" in outcome if isinstance(outcome, str) else outcome[0].rating == 4
+    known = Traces(trace_row(prompt_id, "One step. Another.") for prompt_id in asked)
+    found = join(plain_rows(fetch("builtin:demo_labels.jsonl")), known)
+    assert len(found.labels) == 90
+    assert [row["reason"].partition(":")[0] for row in found.rejected] == ["prompt_id 'multi_hop_99'", "rating 6"]
+    assert 0.5 < (agreement(found.labels).alpha or 0) < 1

@@ -280,6 +280,25 @@ def test_an_unwritable_store_is_refused_first(configs: dict[str, Any], tmp_path:
         preflight.check(with_model(configs, "teacher", "nowhere"), store)
 
 
+def test_an_export_of_a_tool_is_checked_as_the_stage_will_read_it(
+    configs: dict[str, Any], store: Store, tmp_path: Path
+) -> None:
+    """Answers are still to be given, so what their text decides is left to the stage."""
+    labels = tmp_path / "export.json"
+    result = {"from_name": "rating_1", "to_name": "step_1", "type": "rating", "value": {"rating": 4}}
+    person = {"completed_by": 1, "created_at": "2026-03-09T10:00:00Z", "result": [result]}
+    data = {"trace_id": "collected in another way", "prompt_id": "p1", "steps": [{"text": "One."}, {"text": "Two."}]}
+    tasks = [{"data": data, "annotations": [person, person | {"was_cancelled": True}]}]
+    labels.write_text(json.dumps(tasks))
+    configs = changed(configs, "ingest_labels", labels_uri=str(labels))
+    remark = preflight.check(configs, store)[-1]
+    assert remark == "2 labels, 1 of them are set aside; the first, row 1: annotation: the annotator skipped the task"
+    tasks[0]["annotations"] = []
+    labels.write_text(json.dumps(tasks))
+    with pytest.raises(ValueError, match=r"labels export\.json: no usable row; it is empty"):
+        preflight.check(configs, store)
+
+
 def test_a_served_teacher_is_asked_before_any_work(configs: dict[str, Any], store: Store, tiny_model: Path) -> None:
     with openai_server.running(tiny_model, "tiny-r1", max_logprobs=32) as server:
         served = {

@@ -27,6 +27,7 @@ def traces(count: int) -> list[dict[str, object]]:
             "prompt_token_ids": [1, 2, 3],
             "anchor_spans": [[1, 3]],
             "response_token_ids": list(range(length)),
+            "response_char_ends": list(range(length)),
             "entropy_nats": rng.random(length, np.float32).tolist(),
             "key_token_score": [0.5] * length,
             "step_starts": [0],
@@ -105,6 +106,7 @@ def test_nulls_are_refused_within_arrays_and_kept_where_they_are_allowed() -> No
     with pytest.raises(ValueError, match=r"table example.*null"):
         encoded(pa.Table.from_pylist(rows, schema=TOPK), TOPK)
     label = dict.fromkeys(LABELS.names, 1) | {"trace_id": "t", "prompt_id": "p", "annotator": "a", "comment": None}
+    label |= {"submitted_at": None, "matched_by": "trace_id", "carried_from": None}
     table = pa.Table.from_pylist([label | {"overload": False, "guardrail": False}], schema=LABELS)
     assert tables.read("example", pa.BufferReader(encoded(table, LABELS)), None).to_pylist()[0]["comment"] is None
 
