@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reflux.components.collect_traces.prompts import Prompt, load_prompts
+from reflux.components.collect_traces.traits import with_traits
 from reflux.components.models import chat_token_ids, load_tokenizer
 
 GOOD = [{"prompt_id": f"p{i}", "prompt": f"Count to {i}."} for i in range(9)]  # p0 and p7 are held out
@@ -138,3 +141,26 @@ def test_every_row_is_asked_or_set_aside(data: st.DataObject, noise: list[dict[s
         assert prompt.text.strip()
         assert len(prompt.token_ids) <= 120
         assert all(0 <= first < end <= len(prompt.token_ids) for first, end in prompt.anchors)
+
+
+@pytest.mark.heavy
+def test_public_files_are_asked_whole(tokenizer: Any, tmp_path: Path) -> None:
+    """With REFLUX_DATA: GSM8K's questions, HumanEval's own file as it is, packed, and WikiText's paragraphs."""
+    data = Path(os.environ["REFLUX_DATA"])
+    questions = [json.loads(line)["question"] for line in (data / "gsm8k_test.jsonl").open()]
+    paragraphs = [line.strip() for line in (data / "wikitext2_test.txt").open() if len(line.split()) > 20]
+    for name, texts in {"gsm8k": questions, "wikitext": list(dict.fromkeys(paragraphs))}.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"prompt": text, "dimension": name}) + "\n" for text in texts))
+        prompts, rejected = load_prompts(
+            file, tokenizer, heldout_fraction=0.2, max_prompt_tokens=9999, max_total_tokens=9999
+        )
+        assert rejected == []
+        assert [prompt.text for prompt in prompts] == texts
+        assert 0.17 < sum(prompt.split == "heldout" for prompt in prompts) / len(prompts) < 0.23
+        languages = Counter(prompt.language for prompt in with_traits(prompts, None))
+        assert languages["en"] / len(prompts) > 0.97, languages
+    code, rejected = load_prompts(
+        data / "HumanEval.jsonl.gz", tokenizer, heldout_fraction=0.2, max_prompt_tokens=9999, max_total_tokens=9999
+    )
+    assert (len(code), rejected) == (164, [])
