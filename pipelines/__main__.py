@@ -91,9 +91,10 @@ def cli() -> None:
     "--teacher", metavar="MODEL", default="", help="Folder, GGUF file, s3:// prefix, package:<module> or hub id."
 )
 @click.option("--student", metavar="MODEL", default="", help="The same; shares the teacher's tokenizer.")
-@click.option("--prompts", metavar="URI", default="", help="JSONL or Parquet, local or s3://.")
+@click.option("--prompts", metavar="URI", default="", help="JSONL, CSV or Parquet, local or s3://.")
 @click.option("--labels", metavar="URI", default="", help="Expert ratings: an export, JSONL, CSV or Parquet.")
 @click.option("--eval-text", metavar="URI", default="", help="UTF-8 text for perplexity.")
+@click.option("--entity-model", metavar="MODEL", default="", help="Counts named entities in prompts; none without it.")
 @SETTINGS
 @CONFIG
 @click.option(

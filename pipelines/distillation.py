@@ -30,10 +30,12 @@ def distillation(recipe: "Recipe", image: str = "") -> Any:
         prompts_uri: str = recipe.prompts_uri,
         labels_uri: str = recipe.labels_uri,
         eval_text_uri: str = recipe.eval_text_uri,
+        entity_model: str = recipe.entity_model,
     ) -> None:
         at = {"store": store, "run": run, "image": image}
         models = {"teacher": teacher, "student_uri": student}
-        traces = collect_traces(recipe.collect_traces, teacher=teacher, prompts_uri=prompts_uri, **at).outputs["traces"]
+        asked = {"prompts_uri": prompts_uri, "entity_model": entity_model}
+        traces = collect_traces(recipe.collect_traces, teacher=teacher, **asked, **at).outputs["traces"]
         profile = profile_kv(recipe.profile_kv, traces=traces, student_uri=student, **at).outputs["profile"]
         labels = ingest_labels(recipe.ingest_labels, traces=traces, labels_uri=labels_uri, **at).outputs["labels"]
         learned = distill(recipe.distill, traces=traces, profile=profile, labels=labels, **models, **at).outputs[

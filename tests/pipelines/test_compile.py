@@ -30,7 +30,7 @@ from reflux.pipelines.distillation import distillation
 from reflux.pipelines.recipes import RECIPES
 sys.stdout.write(compile_to_text(distillation(RECIPES["demo"]())))
 """
-PARAMETERS = {"store", "run", "teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri"}
+PARAMETERS = {"store", "run", "teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri", "entity_model"}
 REQUIRED = {"store", "run"}
 EDGES = {  # task -> the tasks whose artifacts it reads
     "collect-traces": set(),
@@ -106,7 +106,9 @@ def test_every_field_of_a_config_is_given_as_a_constant_or_from_the_pipeline(spe
         declared = spec["components"][task["componentRef"]["name"]]["inputDefinitions"]["parameters"]
         given = task["inputs"]["parameters"]
         assert set(given) == set(declared)
-        for name in {"store", "run", "teacher", "prompts_uri", "labels_uri", "eval_text_uri"} & set(given):
+        for name in {"store", "run", "teacher", "prompts_uri", "labels_uri", "eval_text_uri", "entity_model"} & set(
+            given
+        ):
             assert given[name] == {"componentInputParameter": name}
         assert given.get("student_uri", {"componentInputParameter": "student"}) == {
             "componentInputParameter": "student"
