@@ -91,7 +91,9 @@ def demo() -> Recipe:
     prompts, labels = "builtin:demo_prompts.jsonl", "builtin:demo_labels.jsonl"
     return Recipe(
         collect_traces=CollectTracesConfig(teacher=teacher, prompts_uri=prompts, max_new_tokens=64),
-        profile_kv=ProfileKvConfig(student_uri=student, profiled_traces=16, cost_traces=2, cost_tokens=32),
+        profile_kv=ProfileKvConfig(
+            student_uri=student, profiled_traces=16, cost_traces=2, cost_tokens=16, cost_rounds=2
+        ),
         ingest_labels=IngestLabelsConfig(labels_uri=labels),
         distill=DistillConfig(
             teacher=teacher,

@@ -25,6 +25,7 @@ from reflux.components.algorithms.rollouts import cache_argument
 from .clocks import clock_for
 
 WARMUP_TOKENS = 10
+"""Decoded before the first that is timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +82,15 @@ class AccessTimer:
 
 
 @torch.no_grad()
-def decode_cost(model: Any, trace_id: str, prompt: list[int], response: list[int], rounds: int) -> DecodeCost:
+def decode_cost(
+    model: Any, trace_id: str, prompt: list[int], response: list[int], *, rounds: int, warm_up: bool
+) -> DecodeCost:
     """Decode one answer `rounds` times bare and as often profiled, on the device that holds the model."""
     device = next(model.parameters()).device
     clock = clock_for(device)
     prompted = getattr(model(**_inputs(prompt, 0, device), use_cache=True, logits_to_keep=1), cache_argument(model))
-    _decode(model, copy.deepcopy(prompted), response[:WARMUP_TOKENS], len(prompt), clock)
+    if warm_up:
+        _decode(model, copy.deepcopy(prompted), response[:WARMUP_TOKENS], len(prompt), clock)
     bare, profiled, updates, reads = [], [], [], []
     kv_bytes: list[int] = []
     for number in range(rounds):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -33,17 +32,25 @@ def figure_files(figures: dict[str, str]) -> dict[str, bytes]:
 
 
 def _text(name: str, metrics: dict[str, float]) -> str:
-    texts: dict[str, Any] = {
+    texts: dict[str, str] = {
         "activations": "The largest value at any site of a layer. A column that is brighter than its neighbours is why "
         "the quantiser's scales depend on the position. {outlier_share:.1%} of all values lie beyond the main grid; "
         "{bimodal_norm_share:.0%} of what the norms give out has two modes.",
-        "k_norms": "After rotation, one line per layer. The error that rounding brings into attention grows with it.",
-        "cost": "Mean of all timings in each stretch of 100 positions; the bar's mark is one standard deviation. "
-        "Timing itself added {profiler_overhead_us:.0f} µs to a token of {token_us_p50:,.0f} µs{noise}.",
+        "k_norms": "After rotation, one line per layer, where a quarter of the sequences reach. The error that "
+        "rounding brings into attention grows with it.",
+        "cost": "Mean of all timings in each stretch of 100 positions; the mark is one standard deviation. {overhead}",
         "front": "Every mixture of attention, FFN and cost in steps of 0.1. To the right it orders the tokens of an "
         "answer more as their time does, upwards more as the teacher's uncertainty does.",
         "power": "P of the first trace under the chosen mixture, from the first token that counts.",
     }
+    return texts[name].format(**metrics, overhead=_overhead(metrics) if name == "cost" else "")
+
+
+def _overhead(metrics: dict[str, float]) -> str:
+    """What timing itself adds, and whether that was more than chance."""
+    added, token = metrics["profiler_overhead_us"], metrics["token_us_p50"]
     noise = metrics.get("profiler_noise_us")
-    told = "" if noise is None else f" (two decodes without it differ by {noise:,.0f} µs)"
-    return texts[name].format(**metrics, noise=told)
+    of_token = f"a token of {token:,.0f} \N{MICRO SIGN}s"
+    if noise is not None and abs(added) < noise:
+        return f"Timing adds too little to {of_token} to be seen: two decodes without it differ by {noise:,.0f}."
+    return f"Timing itself adds {added:,.0f} to {of_token}."

@@ -12,6 +12,8 @@ from matplotlib.colors import LogNorm, Normalize
 from reflux.components.figures import STYLE, inline_svg, new_axes
 
 INK, FAINT, GOOD, WARM, COOL = "#111827", "#9ca3af", "#059669", "#d97706", "#2563eb"
+REACHED = 4
+"""A position that fewer than a quarter of the sequences reach shows those few, not the position."""
 WIDEST = 2**31 - 1
 """position_to of the last stretch, which has no end."""
 
@@ -29,8 +31,7 @@ def largest_activations(activations: list[dict[str, Any]]) -> str:
         norm = LogNorm(max(np.nanmin(absmax), 1e-3), max(np.nanmax(absmax), 2e-3))
         mesh = axes.pcolormesh(absmax, cmap="viridis", norm=norm)
         bar = figure.colorbar(mesh, ax=axes, label="largest |x|", format="{x:,g}")
-        bar.outline.set_visible(False)
-        bar.solids.set_rasterized(False)  # a picture within the page is what its policy forbids
+        _plain(bar)
         _layer_ticks(axes, layers, 0.5)
         axes.set_xticks(
             np.arange(len(stretches)) + 0.5, [_stretch(*ends) for ends in stretches], rotation=45, fontsize=8
@@ -42,6 +43,8 @@ def largest_activations(activations: list[dict[str, Any]]) -> str:
 def k_norms(rows: list[dict[str, Any]]) -> str:
     """Mean norm of K by position, a line per layer."""
     layers = sorted({row["layer"] for row in rows})
+    most = max(row["sequences"] for row in rows)
+    rows = [row for row in rows if REACHED * row["sequences"] >= most]
     with mpl.rc_context(STYLE):
         figure, axes = new_axes("position in the sequence", "norm of K, mean over heads")
         shades = mpl.colormaps["viridis"]
@@ -55,9 +58,7 @@ def k_norms(rows: list[dict[str, Any]]) -> str:
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         scale = ScalarMappable(Normalize(0, max(1, layers[-1])), shades)
-        bar = figure.colorbar(scale, ax=axes, label="decoder layer")
-        bar.outline.set_visible(False)
-        bar.solids.set_rasterized(False)
+        _plain(figure.colorbar(scale, ax=axes, label="decoder layer"))
         return inline_svg(figure, "k-norms")
 
 
@@ -76,6 +77,7 @@ def cost_by_bucket(buckets: list[dict[str, Any]]) -> str:
             [f"{row['position_from']}\N{EN DASH}{row['position_to'] - 1}\n{row['timings']} timings" for row in buckets],
         )
         axes.set_xlim(-0.6, max(len(buckets), 3) - 0.4)  # one bar alone would fill the plot
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.grid(axis="x", visible=False)
         axes.legend(fontsize=8, loc="upper right")
         return inline_svg(figure, "cost")
@@ -87,21 +89,16 @@ def coefficient_front(rows: list[dict[str, Any]]) -> str:
     (chosen,) = (row for row in rows if row["chosen"])
     at = chosen["latency_correlation"], chosen["importance_correlation"]
     with mpl.rc_context(STYLE):
-        figure, axes = new_axes("rank correlation with the time of a token", "rank correlation with teacher's entropy")
+        figure, axes = new_axes("rank correlation with time", "rank correlation with entropy")
         axes.scatter(
             [row["latency_correlation"] for row in rows], [row["importance_correlation"] for row in rows],
             color=FAINT, s=14, label="candidate",
         )  # fmt: skip
         axes.plot(*zip(*front, strict=True), color=GOOD, marker="o", markersize=4, label="nothing is better in both")
-        axes.scatter(*at, color=WARM, s=70, zorder=4, label="chosen")
+        mixture = "attention {alpha:.2g}, FFN {beta:.2g}, cost {gamma:.2g}".format(**chosen)
+        axes.scatter(*at, color=WARM, s=70, zorder=4, label=f"chosen: {mixture}")
         axes.margins(0.12)
-        figure.draw_without_rendering()
-        right = axes.transAxes.inverted().transform(axes.transData.transform(at))[0] > 0.5
-        axes.annotate(
-            "attention {alpha:.2g}, FFN {beta:.2g}, cost {gamma:.2g}".format(**chosen), at, (-9 if right else 9, 8),
-            textcoords="offset points", ha="right" if right else "left", fontsize=8, fontweight="bold",
-        )  # fmt: skip
-        axes.legend(fontsize=8, loc="best")
+        figure.legend(fontsize=8, loc="outside upper left")
         return inline_svg(figure, "front")
 
 
@@ -119,6 +116,13 @@ def power_of_a_trace(power: list[float], first: int, prompt_tokens: int) -> str:
         )  # fmt: skip
         axes.set_ylim(bottom=0)
         return inline_svg(figure, "power")
+
+
+def _plain(bar: Any) -> None:
+    """A colour bar without a frame, drawn as shapes: a picture within the page is what its policy forbids."""
+    bar.outline.set_visible(False)
+    bar.solids.set_rasterized(False)
+    bar.solids.set_edgecolor("face")  # else the page shows through between two shades
 
 
 def _layer_ticks(axes: Any, layers: list[int], offset: float) -> None:

@@ -103,8 +103,9 @@ def _costs(model: Any, rows: Rows, config: ProfileKvConfig) -> list[DecodeCost]:
     answered = [row for row in rows if row["response_token_ids"]][: config.cost_traces] if config.cost_tokens else []
     costs = []
     for row in answered:
-        response = row["response_token_ids"][: config.cost_tokens]
-        costs.append(decode_cost(model, row["trace_id"], row["prompt_token_ids"], response, config.cost_rounds))
+        prompt, response = row["prompt_token_ids"], row["response_token_ids"][: config.cost_tokens]
+        rounds, warm_up = config.cost_rounds, not costs
+        costs.append(decode_cost(model, row["trace_id"], prompt, response, rounds=rounds, warm_up=warm_up))
         progress.report(len(costs), len(answered), "traces decoded")
     return costs
 

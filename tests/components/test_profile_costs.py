@@ -48,7 +48,7 @@ COSTS = [synthetic("a", 95, 10, seed=1), synthetic("b", 97, 6, seed=2), syntheti
 
 
 def test_the_parts_of_a_token_are_within_the_token(model: Any) -> None:
-    cost = decode_cost(model, "a", PROMPT, ANSWER, rounds=3)
+    cost = decode_cost(model, "a", PROMPT, ANSWER, rounds=3, warm_up=True)
     for us_RT in (cost.bare_us_RT, cost.profiled_us_RT, cost.update_us_RT, cost.read_us_RT):
         assert us_RT.shape == (3, len(ANSWER))
         assert (us_RT > 0).all()
@@ -90,7 +90,7 @@ def test_timing_leaves_model_and_cache_as_they_were(model: Any) -> None:
     with pytest.raises(RuntimeError, match="on purpose"), AccessTimer(HostClock()).timing(model, cache):
         raise RuntimeError("on purpose")
     assert "update" not in vars(cache)
-    decode_cost(model, "a", PROMPT, ANSWER, rounds=1)
+    decode_cost(model, "a", PROMPT, ANSWER, rounds=1, warm_up=False)
     assert torch.equal(answered(), before)
 
 
@@ -146,7 +146,7 @@ def test_the_profilers_own_cost_is_told_beside_the_noise() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_events_time_the_device(tiny_model: Path) -> None:
-    cost = decode_cost(models.load_model(tiny_model).to("cuda"), "a", PROMPT, ANSWER, rounds=2)
+    cost = decode_cost(models.load_model(tiny_model).to("cuda"), "a", PROMPT, ANSWER, rounds=2, warm_up=True)
     assert (cost.update_us_RT > 0).all()
     assert (cost.read_us_RT > 0).all()
     assert (cost.access_us() < cost.profiled_us_RT).all()
