@@ -20,6 +20,7 @@ from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.prompts import Prompt
 from reflux.components.collect_traces.teachers import teacher_ids
 from reflux.components.collect_traces.teachers.server import check_server, configured_servers
+from reflux.components.distill.examples import require_usable
 from reflux.components.distill.stage import schedule, scheme_of
 from reflux.components.evaluate.room import require_room
 from reflux.components.evaluate.text import evaluation_text
@@ -53,7 +54,8 @@ def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None 
                 raise ValueError(f"distill.group_size {distill.group_size}: must divide the student's {width} channels")
     check_strategies(collect.key_token_strategies, collect.key_token_weights)
     schedule(distill, has_policy=scheme_of(distill).needs_policy)
-    if collect.top_k > len(tokenizer):
+    require_usable(distill, collect.trace_store, collect.top_k)
+    if collect.trace_store == "topk" and collect.top_k > len(tokenizer):
         raise ValueError(f"collect_traces.top_k {collect.top_k}: the teacher's vocabulary has {len(tokenizer)} tokens")
     asked = asked_prompts(paths[collect.prompts_uri], tokenizer, collect, context)
     prompts, rejected = asked.prompts, asked.rejected

@@ -10,8 +10,10 @@ from __future__ import annotations
 import pyarrow as pa
 
 
-def column(name: str, dtype: pa.DataType, meaning: str, *, nullable: bool = False) -> pa.Field:
-    return pa.field(name, dtype, nullable=nullable, metadata={"meaning": meaning})
+def column(name: str, dtype: pa.DataType, meaning: str, *, nullable: bool = False, encoding: str = "") -> pa.Field:
+    """`encoding` is that of Parquet for the column's numbers; "" leaves it to the writer."""
+    metadata = {"meaning": meaning} | ({"encoding": encoding} if encoding else {})
+    return pa.field(name, dtype, nullable=nullable, metadata=metadata)
 
 
 def _list(dtype: pa.DataType) -> pa.DataType:
@@ -55,36 +57,60 @@ _TRACE = [
 ]
 
 
-def traces_topk(k: int) -> pa.Schema:
+SPLIT_BYTES = "BYTE_STREAM_SPLIT"
+"""First bytes of all numbers, then second bytes, …: what ids and log-probabilities have in common stands together."""
+
+
+def _token_id(vocab_size: int) -> pa.DataType:
+    """The smallest type that holds every id of the tokenizer."""
+    return pa.uint16() if vocab_size <= 1 << 16 else pa.uint32()
+
+
+def traces_topk(k: int, vocab_size: int) -> pa.Schema:
     """Teacher traces with the `topk` store: k log-probabilities of the full softmax at T = 1 and the tail's mass as
-    one bucket.
+    one bucket. float16 keeps a log-probability above -8 to 0.002 nats, above -16 to 0.004, above -32 to 0.008.
     """
+    ids, logprobs = _rows(_token_id(vocab_size), k), _rows(pa.float16(), k)
     return pa.schema(
         [
             *_TRACE,
-            column("topk_token_ids", _rows(pa.int32(), k), "[T, K] in falling order of probability"),
-            column("topk_logprobs", _rows(pa.float16(), k), "[T, K] log-probabilities of the full softmax, nats"),
-            column("tail_logmass", _list(pa.float32()), "[T] log of the probability outside the top K, nats"),
+            column("topk_token_ids", ids, "[T, K] in falling order of probability", encoding=SPLIT_BYTES),
+            column(
+                "topk_logprobs",
+                logprobs,
+                "[T, K] log-probabilities of the full softmax, nats, falling",
+                encoding=SPLIT_BYTES,
+            ),
+            column(
+                "tail_logmass",
+                _list(pa.float16()),
+                "[T] log of the probability outside the top K, nats; -inf where nothing is left",
+                encoding=SPLIT_BYTES,
+            ),
         ]
     )
 
 
-def traces_sampled(k: int) -> pa.Schema:
-    """Teacher traces with the `sampled` store (arXiv 2503.16870): importance counts, unbiased for the cross-entropy."""
+def traces_sampled(k: int, vocab_size: int) -> pa.Schema:
+    """Teacher traces with the `sampled` store (arXiv 2503.16870): k draws from the full distribution at T = 1, counted.
+    A token's count / k is an unbiased estimate of its probability.
+    """
     return pa.schema(
         [
             *_TRACE,
             column(
                 "sampled_token_ids",
-                _rows(pa.int32(), k),
-                "[T, K] tokens drawn from the teacher's distribution at T = 1",
+                _list(_list(_token_id(vocab_size))),
+                "[T, U] tokens that were drawn, ascending; U differs from token to token",
+                encoding=SPLIT_BYTES,
             ),
-            column("sampled_weights", _rows(pa.float16(), k), "[T, K] importance weight of each draw; a row sums to 1"),
+            column("sampled_counts", _list(_list(pa.uint16())), f"[T, U] how often each was drawn; they sum to {k}"),
         ]
     )
 
 
 TRACE_STORES = {"topk": traces_topk, "sampled": traces_sampled}
+
 
 PROMPT_COMPOSITION = pa.schema(
     [
@@ -102,41 +128,6 @@ REJECTED = pa.schema(
         column("row", pa.int64(), "line or row number in the source, from 1"),
         column("record", pa.string(), "the record as read, cut at 2,000 characters"),
         column("reason", pa.string(), "why it was refused: field, value, what is allowed"),
-    ]
-)
-
-ACTIVATIONS = pa.schema(
-    [
-        column("site", pa.string(), "input of a group of linear layers, e.g. layers.3.mlp_in"),
-        column("layer", pa.int32(), "decoder layer, from 0"),
-        column("position_from", pa.int32(), "first position of the bucket"),
-        column("position_to", pa.int32(), "one past its last position"),
-        column("tokens", pa.int64(), "tokens observed in the bucket"),
-        column("absmax", pa.float32(), "largest |x|"),
-        column("rms", pa.float32(), "root mean square of x"),
-        column("main_absmax", pa.float32(), "|x| at the main quantile: what the main scale has to hold"),
-        column("outlier_share", pa.float32(), "share of values beyond main_absmax of the position table"),
-        column("kurtosis", pa.float32(), "fourth standardised moment of x (3 for a Gaussian)"),
-        column("bimodality", pa.float32(), "Sarle's coefficient of log|x|, above 5/9 suggests two modes"),
-    ]
-)
-
-K_NORMS = pa.schema(
-    [
-        column("layer", pa.int32(), "decoder layer, from 0"),
-        column("position", pa.int32(), "token position in the sequence"),
-        column("sequences", pa.int64(), "sequences observed at this position"),
-        column("k_norm_mean", pa.float32(), "mean over heads and sequences of the L2 norm of K after rotation"),
-        column("k_norm_std", pa.float32(), "standard deviation of the same"),
-    ]
-)
-
-KV_COST = pa.schema(
-    [
-        TRACE_ID,
-        column("position", pa.int32(), "position of the decoded token in the sequence"),
-        column("kv_bytes", pa.int64(), "bytes of K and V held for all layers when this token attends"),
-        column("update_us", pa.float32(), "microseconds spent in the cache's update for this token, all layers"),
     ]
 )
 

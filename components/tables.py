@@ -1,7 +1,8 @@
 """Tables as Parquet bytes: the same rows give the same bytes, and a column that breaks the contract is named.
 
 A Parquet file depends on the chunks in which its rows arrive and on the order of metadata: here both are settled, and
-nothing in a file tells when it was written.
+nothing in a file tells when it was written. A column may name its encoding (`schemas.column`): numbers of many digits
+that hardly repeat are smaller with their bytes split into streams, everything else keeps Parquet's dictionaries.
 """
 
 from __future__ import annotations
@@ -17,25 +18,35 @@ from reflux.components.canonical import canonical, sha256_hex
 
 ROW_GROUP_ROWS_NESTED = 512  # rows with arrays: some 10 to 100 kB each, and a reader holds one group
 ROW_GROUP_ROWS_FLAT = 65_536
+ENCODING = b"encoding"
+"""Key of a field's metadata: the Parquet encoding of its numbers."""
 
 
 def encode(name: str, table: pa.Table, schema: pa.Schema) -> pa.Buffer:
     """Parquet (zstd) of a table that follows the schema; ValueError naming table and column if it does not."""
     table = _conforming(name, table, schema)
-    nested = any(pa.types.is_nested(field.type) for field in schema)
     stream = pa.BufferOutputStream()
     try:
-        pq.write_table(
-            table,
-            stream,
-            compression="zstd",
-            compression_level=3,
-            version="2.6",
-            row_group_size=ROW_GROUP_ROWS_NESTED if nested else ROW_GROUP_ROWS_FLAT,
-        )
+        pq.write_table(table, stream, **parquet_options(schema))
     except pa.ArrowInvalid as error:  # nulls within an array of non-nullable elements
         raise ValueError(f"table {name}: {error}") from error
     return stream.getvalue()
+
+
+def parquet_options(schema: pa.Schema) -> dict[str, Any]:
+    """How pyarrow.parquet.write_table has to be called for tables of the schema."""
+    nested = any(pa.types.is_nested(field.type) for field in schema)
+    encodings = {
+        _leaf(field): field.metadata[ENCODING].decode() for field in schema if ENCODING in (field.metadata or {})
+    }
+    return {
+        "compression": "zstd",
+        "compression_level": 3,
+        "version": "2.6",
+        "row_group_size": ROW_GROUP_ROWS_NESTED if nested else ROW_GROUP_ROWS_FLAT,
+        "column_encoding": encodings or None,
+        "use_dictionary": [path for field in schema if (path := _leaf(field)) not in encodings],
+    }
 
 
 def fingerprint(schema: pa.Schema) -> str:
@@ -95,6 +106,14 @@ def _conforming(name: str, table: pa.Table, schema: pa.Schema) -> pa.Table:
             )
         columns.append(column if column.type == field.type else column.cast(field.type))
     return pa.Table.from_arrays(columns, schema=schema.with_metadata(metadata(schema) or None)).combine_chunks()
+
+
+def _leaf(field: pa.Field) -> str:
+    """The path of a column's values within the Parquet schema."""
+    path, dtype = field.name, field.type
+    while pa.types.is_nested(dtype):
+        path, dtype = f"{path}.list.element", dtype.value_type
+    return path
 
 
 def _shape(dtype: pa.DataType) -> str:

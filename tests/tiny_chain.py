@@ -52,12 +52,13 @@ class Chain:
         return writer.commit(distill.run(config, **parents, student=writer))
 
 
-def make(folder: Path, model: Path) -> Chain:
+def make(folder: Path, model: Path, **collecting: Any) -> Chain:
+    """The first three stages; `collecting` are options of collect_traces."""
     prompts, labels_file = folder / "prompts.jsonl", folder / "labels.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     labels_file.write_text(json.dumps({"prompt_id": HARD, "step": 0, "annotator": "ann", "rating": 1}) + "\n")
 
-    collect = CollectTracesConfig(teacher=str(model), prompts_uri=str(prompts), max_new_tokens=16)
+    collect = CollectTracesConfig(teacher=str(model), prompts_uri=str(prompts), max_new_tokens=16, **collecting)
     writer = writer_for(folder, "collect_traces", collect)
     traces = writer.commit(collect_traces.run(collect, traces=writer))
     profiling = ProfileKvConfig(student_uri=str(model), cost_traces=1, cost_tokens=2)

@@ -3,7 +3,8 @@
 Every objective has one signature, so that a recipe chooses it by name and everything around it (chunking, masks, the
 sparse teacher) serves all of them. A sparse teacher is K tokens and the tail's mass as one more bucket: `bucketed`
 cuts the student's distribution into the same buckets, and the objectives apply to those as to a small vocabulary
-(objectives.md, rule 6). Shapes: N tokens, V vocabulary of the tokenizer (or K + 1 buckets), K kept tokens.
+(objectives.md, rule 6). Shapes: N tokens, V vocabulary of the tokenizer (or K + 1 buckets), K kept tokens, U
+distinct drawn ones.
 """
 
 from __future__ import annotations
@@ -56,6 +57,19 @@ def bucketed(logprobs_NV: torch.Tensor, token_ids_NK: torch.Tensor) -> torch.Ten
     kept_NK = logprobs_NV.gather(-1, token_ids_NK)
     rest_N1 = logprobs_NV.scatter(-1, token_ids_NK, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([kept_NK, rest_N1], dim=-1)
+
+
+def sampled_forward_kl(
+    student_NV: torch.Tensor, token_ids_NU: torch.Tensor, weights_NU: torch.Tensor, entropy_nats_N: torch.Tensor
+) -> torch.Tensor:
+    """[N] estimate of KL(teacher ‖ student) from counted draws of the teacher (arXiv 2503.16870), unbiased in value and
+    gradient, and below 0 where the draws happen to suit the student.
+
+    Weights are shares of the draws, 0 in places without a token; the entropy is the teacher's own, so that the value is
+    that of `forward_kl` and not of a cross-entropy.
+    """
+    drawn_NU = student_NV.gather(-1, token_ids_NU).masked_fill(weights_NU == 0, 0.0)
+    return -(weights_NU * drawn_NU).sum(-1) - entropy_nats_N
 
 
 def _expected(weights_NV: torch.Tensor, left_NV: torch.Tensor, right_NV: torch.Tensor) -> torch.Tensor:

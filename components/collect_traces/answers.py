@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
 from reflux.components.algorithms.loops import ends_in_loop
+from reflux.components.algorithms.sampled_teacher import SampledTeacher
 from reflux.components.algorithms.sparse_teacher import SparseTeacher
+from reflux.components.collect_traces.captured import Captured
 from reflux.components.collect_traces.config import CollectTracesConfig
+from reflux.components.collect_traces.distribution_columns import ragged, sampled_columns, topk_columns
 from reflux.components.collect_traces.prompts import Prompt
 from reflux.components.collect_traces.steps import step_starts, token_pieces
 
@@ -38,22 +40,24 @@ class Answer:
     sparse: SparseTeacher
     """N = T. Its entropy is that of the whole distribution, or of the K + 1 buckets if `Teacher.entropy_of` says so."""
     key_token_score_T: Tensor
-    captured: Any = None
+    sampled: SampledTeacher | None = None
+    """N = T draws, where the trace store is made of them."""
+    captured: Captured | None = None
     """States and attention, where the configuration asks for them and the teacher can give them."""
 
 
 def answer_table(answers: Sequence[Answer], tokenizer: Any, config: CollectTracesConfig, schema: pa.Schema) -> pa.Table:
     """The rows of one shard, in the order of the answers."""
-    per_token = {
-        "topk_token_ids": [answer.sparse.token_ids_NK for answer in answers],
-        "topk_logprobs": [answer.sparse.logprobs_NK for answer in answers],
-        "tail_logmass": [answer.sparse.tail_logmass_N for answer in answers],
-        "entropy_nats": [answer.sparse.entropy_nats_N for answer in answers],
-        "key_token_score": [answer.key_token_score_T for answer in answers],
+    columns = {
+        "entropy_nats": ragged([answer.sparse.entropy_nats_N for answer in answers], schema.field("entropy_nats").type),
+        "key_token_score": ragged(
+            [answer.key_token_score_T for answer in answers], schema.field("key_token_score").type
+        ),
     }
-    columns: dict[str, pa.Array] = {
-        name: _ragged([values.numpy() for values in rows], schema.field(name).type) for name, rows in per_token.items()
-    }
+    if config.trace_store == "topk":
+        columns |= topk_columns([answer.sparse for answer in answers], schema)
+    else:
+        columns |= sampled_columns([answer.sampled for answer in answers if answer.sampled is not None], schema)
     pieces = [token_pieces(tokenizer, answer.response_token_ids) for answer in answers]
     plain = [
         {
@@ -96,21 +100,3 @@ def trace_id(prompt: Prompt, config: CollectTracesConfig, teacher_id: str) -> st
         "seed": config.seed,
     }
     return hashlib.sha256(json.dumps(contract, sort_keys=True).encode()).hexdigest()
-
-
-def _ragged(rows: list[np.ndarray], dtype: pa.DataType) -> pa.Array:
-    """A list column from one array per row: [T] or [T, K], without a Python object per number."""
-    offsets = pa.array(np.cumsum([0, *map(len, rows)]), type=pa.int32())
-    flat = np.concatenate(rows)
-    item = dtype.value_type
-    if pa.types.is_fixed_size_list(item):
-        numbers = pa.array(flat.reshape(-1).astype(_numpy_type(item.value_type)), type=item.value_type)
-        values = pa.FixedSizeListArray.from_arrays(numbers, type=item)
-    else:
-        values = pa.array(flat.astype(_numpy_type(item)), type=item)
-    return pa.ListArray.from_arrays(offsets, values, type=dtype)
-
-
-def _numpy_type(dtype: pa.DataType) -> np.dtype:
-    """pyarrow's own way to it, to_pandas_dtype, needs pandas, which the images do without."""
-    return pa.nulls(0, dtype).to_numpy().dtype

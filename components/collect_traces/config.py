@@ -8,10 +8,12 @@ from urllib.parse import urlsplit
 
 from reflux.components.declare import setting, source
 
-STAGE_VERSION = "2"
+STAGE_VERSION = "3"
 LOCAL = "local"
 """Name of the teacher that runs in this process."""
 SERVER_APIS = ("completions", "chat")
+
+TRACE_STORES = ("topk", "sampled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +37,13 @@ class CollectTracesConfig:
     heldout_fraction: float = 0.2
     """Share of the prompts kept from training, in (0, 1); a prompt's side depends on a hash of its id alone."""
     trace_store: str = "topk"
-    """Form in which distributions are stored: topk (k log-probabilities and the mass of the tail)."""
+    """Form in which distributions are stored: topk (k log-probabilities and the mass of the tail, for any objective) or
+    sampled (k counted draws, unbiased, in far fewer bytes, for the forward KL alone).
+    """
     top_k: int = 32
-    """Log-probabilities kept per token, at most the vocabulary. 32 hold nearly all mass of a chat model."""
+    """Log-probabilities kept per token (topk), at most the vocabulary, or draws per token (sampled), at most 65,535.
+    The first 32 hold nearly all mass of a chat model.
+    """
     temperature: float = 0.7
     """Temperature of sampling; 0 is greedy. Stored distributions are those at temperature 1 whatever this is."""
     top_p: float = 0.9
@@ -60,6 +66,20 @@ class CollectTracesConfig:
     """Divides the logits before confidence is read, > 0; above 1 because models are over-confident."""
     key_token_threshold: float = 0.7
     """Score in [0, 1] from which a token counts as key; stored with the traces."""
+    state_layers: list[int] = field(default_factory=list)
+    """Decoder layers, from 0, whose KV states at decisions are kept; a third of the depth is the published choice."""
+    state_steps: int = 5
+    """Decisions per answer with a state: the first tokens of its first so many reasoning steps."""
+    state_window: int = 64
+    """Tokens before a decision that its state covers."""
+    state_pooling: str = "head"
+    """head: one vector per KV head, the mean over the window; full: every token of the window."""
+    attention_layers: list[int] = field(default_factory=list)
+    """Decoder layers, from 0, whose attention is kept, sparsely, for each token of the answer."""
+    attention_top: int = 16
+    """Positions kept per token and layer, those of the largest weight."""
+    capture_max_tokens: int = 2048
+    """Prompt and answer are cut to this before states and attention are read off them."""
     device: str = setting("auto")
     """cpu, cuda or auto (cuda where there is one)."""
     server_urls: list[str] = setting([])
@@ -88,16 +108,21 @@ class CollectTracesConfig:
         for name in ("teacher", "prompts_uri"):
             if not getattr(self, name):
                 raise ValueError(f"collect_traces.{name}: is empty; name what the teacher is and what it is asked")
-        if self.trace_store != "topk":
-            raise ValueError(
-                f"collect_traces.trace_store {self.trace_store!r}: allowed is topk; sampled is declared in the schemas "
-                "but no stage fills it yet"
-            )
+        if self.trace_store not in TRACE_STORES:
+            allowed = ", ".join(TRACE_STORES)
+            raise ValueError(f"collect_traces.trace_store {self.trace_store!r}: allowed are {allowed}")
+        if self.state_pooling not in ("head", "full"):
+            raise ValueError(f"collect_traces.state_pooling {self.state_pooling!r}: allowed are head and full")
+        for name in ("state_layers", "attention_layers"):
+            layers = getattr(self, name)
+            if any(layer < 0 for layer in layers) or len(set(layers)) < len(layers):
+                raise ValueError(f"collect_traces.{name} {layers}: must be different layers, counted from 0")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"collect_traces.dtype {self.dtype!r}: allowed are float32 and bfloat16")
         if self.device not in ("cpu", "cuda", "auto"):
             raise ValueError(f"collect_traces.device {self.device!r}: allowed are cpu, cuda and auto")
-        for name in ("top_k", "max_new_tokens", "max_prompt_tokens", "batch_size"):
+        captured = ("state_steps", "state_window", "attention_top", "capture_max_tokens")
+        for name in ("top_k", "max_new_tokens", "max_prompt_tokens", "batch_size", *captured):
             if getattr(self, name) < 1:
                 raise ValueError(f"collect_traces.{name} {getattr(self, name)}: must be at least 1")
         if self.prompts_per_dimension < 0:
@@ -139,6 +164,9 @@ def _check_servers(config: CollectTracesConfig) -> None:
 def _check_what_servers_give(config: CollectTracesConfig) -> None:
     """A server gives the likeliest tokens of each step and nothing else of its model."""
     asked = {
+        "trace_store": (config.trace_store, "topk"),
+        "state_layers": (config.state_layers, []),
+        "attention_layers": (config.attention_layers, []),
         "key_token_strategies": (config.key_token_strategies, ["confidence"]),
         "key_token_temperature": (config.key_token_temperature, 1.0),
     }

@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 
 from reflux.components.algorithms.key_tokens import check_strategies
 from reflux.components.artifacts import Writer
-from reflux.components.collect_traces.answers import answer_table
 from reflux.components.collect_traces.choice import asked_prompts, share_metrics
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.prompts import Prompt
+from reflux.components.collect_traces.shards import shard_schemas, shard_tables
 from reflux.components.collect_traces.teachers import open_teachers
 from reflux.components.collect_traces.teachers.server import check_server, configured_servers
 from reflux.components.collect_traces.teachers.teacher import Teacher
@@ -27,7 +27,7 @@ from reflux.components.collect_traces.traits import language_detector, with_trai
 from reflux.components.models import context_length, load_tokenizer, template_fingerprint, tokenizer_fingerprint
 from reflux.components.progress import report
 from reflux.components.records import rejected_table
-from reflux.components.schemas import PROMPT_COMPOSITION, REJECTED, TRACE_STORES
+from reflux.components.schemas import PROMPT_COMPOSITION, REJECTED
 
 
 def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
@@ -37,18 +37,17 @@ def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
     check_strategies(config.key_token_strategies, config.key_token_weights)
     teacher_path = traces.source("teacher")
     tokenizer = load_tokenizer(teacher_path)
-    if config.top_k > len(tokenizer):
+    if config.trace_store == "topk" and config.top_k > len(tokenizer):
         raise ValueError(f"collect_traces.top_k {config.top_k}: the teacher's vocabulary has {len(tokenizer)} tokens")
     asked = asked_prompts(traces.source("prompts_uri"), tokenizer, config, context_length(teacher_path))
     prompts = with_traits(asked.prompts, traces.source("entity_model") if config.entity_model else None)
     teachers = open_teachers(config, teacher_path, traces.source_digest("teacher"), tokenizer)
-    schema = TRACE_STORES[config.trace_store](config.top_k).with_metadata(
-        _provenance(config, tokenizer, traces.source_digest("teacher"), teachers)
-    )
+    provenance = _provenance(config, tokenizer, traces.source_digest("teacher"), teachers)
+    schemas = shard_schemas(config, teacher_path, len(tokenizer), provenance)
 
     work = [(teacher, batch) for teacher in teachers for batch in _batches(prompts, config.batch_size)]
-    shards = [(f"traces/{index:05d}", teacher, batch) for index, (teacher, batch) in enumerate(work)]
-    missing = [shard for shard in shards if not traces.done(shard[0])]
+    shards = [(f"{index:05d}", teacher, batch) for index, (teacher, batch) in enumerate(work)]
+    missing = [shard for shard in shards if not _done(traces, shard[0], schemas)]
     waited_for = {teacher.teacher_id for _, teacher, _ in missing}
     for server in configured_servers(config):
         if server.model in waited_for:
@@ -62,9 +61,11 @@ def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
         todo = [(name, batch) for name, owner, batch in missing if owner is teacher]
         with closing(teacher.answers(prompt for _, batch in todo for prompt in batch)) as answers:
             for name, batch in todo:
-                table = answer_table(list(islice(answers, len(batch))), tokenizer, config, schema)
-                traces.write_table(name, table, schema)
-                tokens += pc.sum(pc.list_value_length(table["response_token_ids"])).as_py()
+                rows = shard_tables(list(islice(answers, len(batch))), tokenizer, config, schemas)
+                for kind, table in rows.items():
+                    if not traces.done(f"{kind}/{name}"):
+                        traces.write_table(f"{kind}/{name}", table, schemas[kind])
+                tokens += pc.sum(pc.list_value_length(rows["traces"]["response_token_ids"])).as_py()
                 answered += len(batch)
                 report(answered, total, "prompts", f"{tokens / (time.monotonic() - started):.0f} tokens/s")
     seconds = time.monotonic() - started
@@ -72,7 +73,7 @@ def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
     composition = pa.Table.from_pylist(asked.composition, schema=PROMPT_COMPOSITION)
     traces.write_table("composition", composition, PROMPT_COMPOSITION)
 
-    metrics = _metrics((traces.pending_table(name) for name, _, _ in shards), config)
+    metrics = _metrics((traces.pending_table(f"traces/{name}") for name, _, _ in shards), config)
     metrics |= {
         "prompts": float(len(prompts)),
         "heldout_prompts": float(sum(prompt.split == "heldout" for prompt in prompts)),
@@ -86,6 +87,12 @@ def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
             traces.pending_table(f"attention/{name}") for name, _, _ in shards
         )
     return metrics | ({"tokens_per_second": tokens / seconds} if tokens else {})
+
+
+def _done(traces: Writer, shard: str, kinds: Iterable[str]) -> bool:
+    """Whether tables of every kind are there; each is looked for, so that none of them is written twice."""
+    found = [traces.done(f"{kind}/{shard}") for kind in kinds]
+    return all(found)
 
 
 def _batches(prompts: list[Prompt], size: int) -> list[list[Prompt]]:
@@ -121,26 +128,39 @@ def _metrics(shards: Iterable[pa.Table], config: CollectTracesConfig) -> dict[st
     """Over all answers; one shard is held at a time."""
     sums: defaultdict[str, float] = defaultdict(float)
     for shard in shards:
-        entropy, tail, score = (_per_token(shard, name) for name in ("entropy_nats", "tail_logmass", "key_token_score"))
+        entropy, score = (_per_token(shard, name) for name in ("entropy_nats", "key_token_score"))
         sums["answers"] += shard.num_rows
         sums["eos"] += pc.sum(pc.equal(shard["stop_reason"], "eos")).as_py()
         sums["length"] += pc.sum(pc.equal(shard["stop_reason"], "length")).as_py()
         sums["loops"] += pc.sum(shard["ends_in_loop"]).as_py()
         sums["tokens"] += len(entropy)
         sums["entropy_nats"] += entropy.sum()
-        sums["tail_mass"] += np.exp(tail).sum()
+        if config.trace_store == "topk":
+            sums["tail_mass"] += np.exp(_per_token(shard, "tail_logmass")).sum()
+        else:
+            sums["distinct_tokens"] += len(pc.list_flatten(pc.list_flatten(shard["sampled_token_ids"])))
         sums["key_tokens"] += (score >= np.float32(config.key_token_threshold)).sum()
     return {
         "answers": float(sums["answers"]),
         "tokens": float(sums["tokens"]),
         "entropy_mean_nats": float(sums["entropy_nats"] / sums["tokens"]),
-        "tail_mass_mean": float(sums["tail_mass"] / sums["tokens"]),
         "key_token_share": float(sums["key_tokens"] / sums["tokens"]),
         "eos_share": sums["eos"] / sums["answers"],
         "length_share": sums["length"] / sums["answers"],
         "loop_share": sums["loops"] / sums["answers"],
         "tokens_per_answer": sums["tokens"] / sums["answers"],
+        **{
+            f"{name}_mean": float(sums[name] / sums["tokens"])
+            for name in ("tail_mass", "distinct_tokens")
+            if name in sums
+        },
     }
+
+
+def _coverage(shards: Iterable[pa.Table]) -> float:
+    """Mean over tokens and layers of the share of attention that was kept."""
+    sums = [(pc.sum(shard["coverage"]).as_py() or 0.0, shard.num_rows) for shard in shards]
+    return sum(total for total, _ in sums) / max(sum(rows for _, rows in sums), 1)
 
 
 def _per_token(shard: pa.Table, name: str) -> np.ndarray:

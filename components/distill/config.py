@@ -31,6 +31,9 @@ class DistillConfig:
     """Lambda: share of the sequences that are the student's own rollouts, scored by the teacher; the rest are traces.
     """
 
+    trace_k: int = 0
+    """Log-probabilities (or draws) per token that the traces must have been collected with; 0 takes what is there."""
+
     weight_bits: int = 4
     """Bits of every decoder weight, 2 to 8; 16 leaves weights alone."""
     group_size: int = 64
@@ -134,7 +137,15 @@ class DistillConfig:
                 raise ValueError(f"distill.{name} {getattr(self, name)}: must be in [0, 1]")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"distill.ema_decay {self.ema_decay}: must be in [0, 1)")
-        counts = ("warmup_steps", "joint_steps", "finetune_steps", "max_steps", "rise_steps", "joint_last_layers")
+        counts = (
+            "warmup_steps",
+            "joint_steps",
+            "finetune_steps",
+            "max_steps",
+            "rise_steps",
+            "joint_last_layers",
+            "trace_k",
+        )
         rates = ("warmup_policy_lr", "joint_policy_lr", "joint_student_lr", "finetune_policy_lr", "finetune_student_lr")
         for name in (*counts, *rates, "weight_clip_lr", "validation_traces", "weight_decay"):
             if not getattr(self, name) >= 0:

@@ -2,8 +2,8 @@
 rollouts.
 
 A trace without its distributions is an error with a count, never trained on as hard targets (objectives.md, rule 7);
-so is a store that was made with another tokenizer, template or temperature (rule 8). Shapes: T response tokens, K
-kept tokens.
+so is a store that was made with another tokenizer, template, temperature or k, or that cannot serve the objective
+(rules 6 and 8).
 """
 
 from __future__ import annotations
@@ -11,25 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 
 from reflux.components import models
 from reflux.components.artifacts import Artifact
 
-STORED = ["topk_token_ids", "topk_logprobs", "tail_logmass"]
-"""What the store must hold for every response token."""
-COLUMNS = ["trace_id", "split", "prompt_token_ids", "response_token_ids", *STORED]
+from .config import DistillConfig
+from .stored import READERS, Stored
 
-
-@dataclass(frozen=True, kw_only=True)
-class SparseTeacher:
-    """What the store kept of the teacher's distribution at each response token."""
-
-    token_ids_TK: torch.Tensor
-    logprobs_TB: torch.Tensor
-    """[T, K + 1] nats: the kept tokens, and last everything else together."""
+COLUMNS = ["trace_id", "split", "prompt_token_ids", "response_token_ids"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +28,7 @@ class Sequence:
 
     token_ids: list[int]
     first_scored: int
-    teacher: SparseTeacher | None = None
+    teacher: Stored | None = None
     """Stored distributions of a trace; None for a rollout, which the teacher scores when it is trained on."""
 
     @property
@@ -48,11 +38,10 @@ class Sequence:
 
 def require_contract(metadata: dict[str, str], tokenizer: Any, teacher_digest: str) -> None:
     """ValueError if the traces' distributions are not those of this teacher for this tokenizer and template, at
-    temperature 1, over top-k.
+    temperature 1, in a store that can be read here.
     """
     expected = {
         "teacher_digest": teacher_digest,
-        "trace_store": "topk",
         "scored_temperature": "1.0",
         "tokenizer": models.tokenizer_fingerprint(tokenizer),
         "chat_template": models.template_fingerprint(tokenizer),
@@ -60,26 +49,53 @@ def require_contract(metadata: dict[str, str], tokenizer: Any, teacher_digest: s
     for field, value in expected.items():
         if metadata.get(field) != value:
             raise ValueError(f"traces: {field} is {metadata.get(field)!r}, distill needs {value!r}; collect them again")
+    if metadata.get("trace_store") not in READERS:
+        raise ValueError(
+            f"traces: trace_store is {metadata.get('trace_store')!r}, distill needs {' or '.join(READERS)}; collect them "
+            "again"
+        )
+
+
+def require_usable(config: DistillConfig, store: str, kept: int) -> None:
+    """ValueError if a store of this kind, with this many tokens kept (topk) or drawn (sampled) for each, does not give
+    what the configuration asks for.
+
+    Draws say nothing about the tokens that were not drawn: a loss that weighs by the student's probabilities (the
+    reverse KL and every mixture) would reward moving mass there.
+    """
+    forward = config.objective == "forward_kl" or (config.objective == "beta_jsd" and config.beta == 0)
+    if store == "sampled" and not forward:
+        beta = f" with beta {config.beta}" if config.objective == "beta_jsd" else ""
+        raise ValueError(
+            f"distill.objective {config.objective!r}{beta}: needs the teacher's support, and the traces hold a sampled "
+            "store, which serves forward_kl and beta_jsd with beta 0; collect them with trace_store topk"
+        )
+    if config.trace_k and config.trace_k != kept:
+        raise ValueError(
+            f"distill.trace_k {config.trace_k}: the traces were collected with {kept}; 0 takes what is there"
+        )
 
 
 def training_examples(traces: Artifact, max_tokens: int) -> dict[str, Sequence]:
     """Trace id -> sequence, for the training split in order of trace id; answers beyond `max_tokens` are cut."""
-    table = traces.table("traces", COLUMNS)
+    reader = READERS[traces.schema_metadata("traces")["trace_store"]]
+    columns = [*COLUMNS, *reader.columns]
+    table = traces.table("traces", columns)
     table = table.filter(pc.equal(table["split"], "train")).sort_by("trace_id").combine_chunks()
     sequences: dict[str, Sequence] = {}
     uncovered = []
-    for row in range(table.num_rows):
-        values = {name: table[name][row] for name in COLUMNS}
-        prompt, response = values["prompt_token_ids"].as_py(), values["response_token_ids"].as_py()
-        if any(len(values[name].values) != len(response) for name in STORED):
-            uncovered.append(values["trace_id"].as_py())
+    for index in range(table.num_rows):
+        row = {name: table[name][index] for name in columns}
+        trace_id, prompt, response = (
+            row[name].as_py() for name in ("trace_id", "prompt_token_ids", "response_token_ids")
+        )
+        if not reader.covers(row, len(response)):
+            uncovered.append(trace_id)
             continue
-        sparse = _sparse(values)
         kept = max(0, min(len(response), max_tokens - len(prompt)))
         if kept:
-            teacher = SparseTeacher(token_ids_TK=sparse.token_ids_TK[:kept], logprobs_TB=sparse.logprobs_TB[:kept])
-            sequences[values["trace_id"].as_py()] = Sequence(
-                token_ids=prompt + response[:kept], first_scored=len(prompt), teacher=teacher
+            sequences[trace_id] = Sequence(
+                token_ids=prompt + response[:kept], first_scored=len(prompt), teacher=reader.decode(row).first(kept)
             )
     if uncovered:
         raise ValueError(
@@ -88,14 +104,3 @@ def training_examples(traces: Artifact, max_tokens: int) -> dict[str, Sequence]:
     if not sequences:
         raise ValueError(f"traces: none of the training split has an answer within {max_tokens} tokens")
     return sequences
-
-
-def _sparse(values: dict[str, pa.Scalar]) -> SparseTeacher:
-    ids, logprobs = (_matrix(values[name]) for name in ("topk_token_ids", "topk_logprobs"))
-    tail_T1 = torch.tensor(values["tail_logmass"].as_py())[:, None]
-    return SparseTeacher(token_ids_TK=ids.long(), logprobs_TB=torch.cat([logprobs.float(), tail_T1], dim=1))
-
-
-def _matrix(rows: pa.ListScalar) -> torch.Tensor:
-    flat = rows.values.flatten().to_numpy(zero_copy_only=False)
-    return torch.from_numpy(flat.copy()).reshape(len(rows.values), -1)

@@ -3,7 +3,7 @@ on traces.
 
 The sum is returned, not a mean: the trainer divides by the scored tokens of the whole optimizer step (objectives.md,
 rule 1). Shapes: B sequences, T tokens, N scored tokens, C of a chunk, D hidden, V vocabulary of the tokenizer, K kept
-tokens.
+tokens, U distinct drawn ones.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from reflux.components.algorithms.chunked_loss import chunked_loss
+from reflux.components.algorithms.chunked_loss import TokenLoss, chunked_loss
 from reflux.components.algorithms.losses import (
     OBJECTIVES,
     bucketed,
     forward_kl,
     log_probabilities,
     reverse_kl,
+    sampled_forward_kl,
 )
 from reflux.components.algorithms.output_head import final_hidden_states, output_head
 from reflux.components.sequences import padded
 
 from .examples import Sequence
+from .stored import SampledTeacher, SparseTeacher
 
 OBSERVED_TOKENS = 64
 """Scored tokens of each micro-batch on which the metrics are taken: each costs as much as the loss itself."""
@@ -107,7 +110,13 @@ class DistillationLoss:
         return chunked_loss(_scored(hidden_BTD, rollouts), self.student_head, token_loss)
 
     def _against_stored_teacher(self, hidden_BTD: torch.Tensor, traces: list[Sequence]) -> torch.Tensor:
-        stored = [s.teacher for s in traces if s.teacher is not None]
+        sparse = [s.teacher for s in traces if isinstance(s.teacher, SparseTeacher)]
+        sampled = [s.teacher for s in traces if isinstance(s.teacher, SampledTeacher)]
+        assert not (sparse and sampled), "traces of one artifact are in one store"
+        token_loss = self._over_buckets(sparse) if sparse else self._over_draws(sampled)
+        return chunked_loss(_scored(hidden_BTD, traces), self.student_head, token_loss)
+
+    def _over_buckets(self, stored: list[SparseTeacher]) -> TokenLoss:
         token_ids_NK = torch.cat([teacher.token_ids_TK for teacher in stored])
         teacher_NB = torch.cat([teacher.logprobs_TB for teacher in stored])
 
@@ -115,7 +124,22 @@ class DistillationLoss:
             student_CB = bucketed(log_probabilities(logits_CP, self.vocab_size), token_ids_NK[rows])
             return self.objective(student_CB, teacher_NB[rows], self.beta)
 
-        return chunked_loss(_scored(hidden_BTD, traces), self.student_head, token_loss)
+        return token_loss
+
+    def _over_draws(self, stored: list[SampledTeacher]) -> TokenLoss:
+        """The forward KL, which is all that draws can serve (`examples.require_usable`)."""
+        width = max(teacher.token_ids_TU.shape[1] for teacher in stored)
+        token_ids_NU, weights_NU = (
+            torch.cat([pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors])
+            for tensors in ([t.token_ids_TU for t in stored], [t.weights_TU for t in stored])
+        )
+        entropy_N = torch.cat([teacher.entropy_nats_T for teacher in stored])
+
+        def token_loss(logits_CP: torch.Tensor, rows: slice) -> torch.Tensor:
+            student_CV = log_probabilities(logits_CP, self.vocab_size)
+            return sampled_forward_kl(student_CV, token_ids_NU[rows], weights_NU[rows], entropy_N[rows])
+
+        return token_loss
 
     def _hidden(self, model: Any, sequences: list[Sequence]) -> torch.Tensor:
         inputs = padded([s.token_ids for s in sequences], self.pad)

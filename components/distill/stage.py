@@ -20,7 +20,7 @@ from reflux.components.artifacts import Artifact, Writer
 
 from .config import DistillConfig
 from .dealing import Deck, RolloutBuffer
-from .examples import Sequence, require_contract, training_examples
+from .examples import Sequence, require_contract, require_usable, training_examples
 from .objective import DistillationLoss
 from .trainer import Trainer
 
@@ -35,7 +35,9 @@ def run(
     """Write the trained master weights, the learned table and the history of training; return its summary."""
     student_path = student.source("student_uri")
     tokenizer = models.load_tokenizer(student_path)
-    require_contract(traces.schema_metadata("traces"), tokenizer, student.source_digest("teacher"))
+    stored = traces.schema_metadata("traces")
+    require_contract(stored, tokenizer, student.source_digest("teacher"))
+    require_usable(config, stored["trace_store"], int(stored["top_k"]))
     examples, validation = _split(training_examples(traces, config.max_sequence_tokens), config.validation_traces)
 
     scheme = scheme_of(config)

@@ -90,7 +90,7 @@ def test_shards_schema_provenance_and_metrics(collect: Callable[..., Artifact], 
         ("traces/00000", 4), ("traces/00001", 4), ("traces/00002", 1),
     ]  # fmt: skip
     table = traces.table("traces")
-    assert table.schema.equals(traces_topk(5))
+    assert table.schema.equals(traces_topk(5, 259))
     lengths = [len(ids) for ids in table["prompt_token_ids"].to_pylist()]
     assert lengths == sorted(lengths)
     provenance = traces.schema_metadata("traces")
@@ -286,7 +286,7 @@ def test_files_without_usable_prompts_are_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"trace_store": "sampled"}, "trace_store 'sampled': allowed is topk"),
+        ({"trace_store": "dense"}, "trace_store 'dense': allowed are topk, sampled"),
         ({"top_k": 300}, "top_k 300: the teacher's vocabulary has 259"),
         ({"top_k": 0}, "top_k 0: must be at least 1"),
         ({"temperature": -1.0}, "temperature -1.0"),

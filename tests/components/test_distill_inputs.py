@@ -31,7 +31,7 @@ def chain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
         ("tokenizer", "another"),
         ("chat_template", "another"),
         ("scored_temperature", "0.7"),
-        ("trace_store", "sampled"),
+        ("trace_store", "dense"),
     ],
 )
 def test_distributions_made_under_another_contract_are_refused(chain: Chain, field: str, value: str) -> None:

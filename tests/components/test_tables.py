@@ -12,7 +12,7 @@ import pytest
 from reflux.components import tables
 from reflux.components.schemas import HARD_SAMPLES, LABELS, TRAINING, traces_topk
 
-TOPK = traces_topk(3)
+TOPK = traces_topk(3, 259)
 
 
 def traces(count: int) -> list[dict[str, object]]:
@@ -123,4 +123,4 @@ def test_a_fingerprint_covers_names_types_and_nullability_but_not_the_prose() ->
     for other in (field.with_name("stop"), field.with_type(pa.int64()), field.with_nullable(True)):
         assert tables.fingerprint(TRAINING.set(0, other)) != base
     assert tables.fingerprint(TRAINING.set(0, field.with_metadata({"meaning": "reworded"}))) == base
-    assert tables.fingerprint(traces_topk(3)) != tables.fingerprint(traces_topk(4))
+    assert tables.fingerprint(traces_topk(3, 259)) != tables.fingerprint(traces_topk(4, 259))

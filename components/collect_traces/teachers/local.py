@@ -17,10 +17,13 @@ from torch import Tensor
 
 from reflux.components.algorithms.key_tokens import Evidence, key_token_score
 from reflux.components.algorithms.rollouts import Sampling, derive_seed, rollout
+from reflux.components.algorithms.sampled_teacher import SampledTeacher, joined, sampled_counts
 from reflux.components.algorithms.sparse_teacher import SparseTeacher, sparse_topk
 from reflux.components.collect_traces.answers import Answer
+from reflux.components.collect_traces.captured import Captured, capture, require_layers, wanted
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.prompts import Prompt
+from reflux.components.collect_traces.steps import step_starts, token_pieces
 from reflux.components.collect_traces.teachers.teacher import OF_VOCABULARY, Teacher
 from reflux.components.models import load_model
 
@@ -35,6 +38,7 @@ def local_teacher(path: Path, digest: str, tokenizer: Any, config: CollectTraces
         while batch := list(islice(waiting, config.batch_size)):
             if model is None:
                 model = load_model(path, config.dtype).to(_device(config.device))
+                require_layers(model, config)
             yield from _answered(model, tokenizer, batch, config, digest)
 
     return Teacher(teacher_id=digest, entropy_of=OF_VOCABULARY, answers=answers)
@@ -44,9 +48,12 @@ def _answered(
     model: Any, tokenizer: Any, prompts: list[Prompt], config: CollectTracesConfig, teacher_id: str
 ) -> Iterator[Answer]:
     seen: list[list[tuple[Tensor, ...]]] = [[] for _ in prompts]
+    drawn: list[list[SampledTeacher]] = [[] for _ in prompts]
+    dice = [torch.Generator().manual_seed(derive_seed(config.seed, prompt.prompt_id, "draws")) for prompt in prompts]
 
     def on_step(rows: list[int], logits_BV: Tensor) -> None:
-        sparse = sparse_topk(logits_BV, config.top_k, vocab_size=len(tokenizer))
+        kept_tokens = min(config.top_k, len(tokenizer))  # draws may be more
+        sparse = sparse_topk(logits_BV, kept_tokens, vocab_size=len(tokenizer))
         evidence = Evidence(
             logits_NV=logits_BV, entropy_nats_N=sparse.entropy_nats_N, temperature=config.key_token_temperature
         )
@@ -54,6 +61,12 @@ def _answered(
         kept = (sparse.token_ids_NK, sparse.logprobs_NK, sparse.tail_logmass_N, sparse.entropy_nats_N, score_B)
         for row, values in zip(rows, zip(*(column.cpu() for column in kept), strict=True), strict=True):
             seen[row].append(values)
+        if config.trace_store == "sampled":
+            draws = sampled_counts(
+                logits_BV, config.top_k, vocab_size=len(tokenizer), generators=[dice[row] for row in rows]
+            )
+            for row, ids_U, counts_U in zip(rows, draws.token_ids_NU.cpu(), draws.counts_NU.cpu(), strict=True):
+                drawn[row].append(SampledTeacher(token_ids_NU=ids_U[None], counts_NU=counts_U[None]))
 
     done = rollout(
         model,
@@ -65,7 +78,7 @@ def _answered(
         vocab_size=len(tokenizer),
         on_step=on_step,
     )
-    for prompt, rolled, steps in zip(prompts, done, seen, strict=True):
+    for prompt, rolled, steps, draws in zip(prompts, done, seen, drawn, strict=True):
         ids_TK, logprobs_TK, tail_T, entropy_T, score_T = map(torch.stack, zip(*steps, strict=True))
         yield Answer(
             prompt=prompt,
@@ -76,7 +89,14 @@ def _answered(
                 token_ids_NK=ids_TK, logprobs_NK=logprobs_TK, tail_logmass_N=tail_T, entropy_nats_N=entropy_T
             ),
             key_token_score_T=score_T,
+            sampled=joined(draws) if draws else None,
+            captured=_captured(model, tokenizer, prompt, rolled.response_token_ids, config) if wanted(config) else None,
         )
+
+
+def _captured(model: Any, tokenizer: Any, prompt: Prompt, response: list[int], config: CollectTracesConfig) -> Captured:
+    starts = step_starts(token_pieces(tokenizer, response)) if config.state_layers else []
+    return capture(model, prompt.token_ids, response, starts, config)
 
 
 def _device(name: str) -> str:
