@@ -8,6 +8,7 @@ Shapes: B sequences, H query heads, G KV heads, n = H / G, T queries, S keys, R 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,11 +36,7 @@ def intercepted_attention(model: Any, intercept: Intercept) -> Iterator[None]:
     name = model.config._attn_implementation
     listed = name in ALL_ATTENTION_FUNCTIONS
     attend = ALL_ATTENTION_FUNCTIONS[name] if listed else _eager(model)
-
-    def intercepted(*args: Any, **options: Any) -> Any:
-        return intercept(attend, *args, **options)
-
-    ALL_ATTENTION_FUNCTIONS[name] = intercepted
+    ALL_ATTENTION_FUNCTIONS[name] = functools.partial(intercept, attend)
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ Shapes: R rounds, T tokens of the answer.
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,29 +57,21 @@ class AccessTimer:
         self.updates: list[tuple[Any, Any]] = []
         self.reads: list[tuple[Any, Any]] = []
 
-    def read(self, attend: Any, *args: Any, **options: Any) -> Any:
-        begin = self.mark()
-        result = attend(*args, **options)
-        self.reads.append((begin, self.mark()))
-        return result
-
     @contextmanager
     def timing(self, model: Any, cache: Any) -> Iterator[None]:
         """Within the block, accesses to this cache by this model are marked."""
-        untimed = cache.update
-
-        def update(*args: Any, **options: Any) -> Any:
-            begin = self.mark()
-            result = untimed(*args, **options)
-            self.updates.append((begin, self.mark()))
-            return result
-
-        cache.update = update
+        cache.update = functools.partial(self._timed, self.updates, cache.update)
         try:
-            with intercepted_attention(model, self.read):
+            with intercepted_attention(model, functools.partial(self._timed, self.reads)):
                 yield
         finally:
             del cache.update
+
+    def _timed(self, marks: list[tuple[Any, Any]], call: Any, *args: Any, **options: Any) -> Any:
+        begin = self.mark()
+        result = call(*args, **options)
+        marks.append((begin, self.mark()))
+        return result
 
 
 @torch.no_grad()

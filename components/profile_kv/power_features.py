@@ -42,10 +42,8 @@ class PowerWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        handles = [
-            layer.mlp.register_forward_hook(self._norm_of(index))
-            for index, layer in enumerate(decoder_layers(self.model))
-        ]
+        layers = enumerate(decoder_layers(self.model))
+        handles = [layer.get_submodule("mlp").register_forward_hook(self._norm_of(i)) for i, layer in layers]
         try:
             with intercepted_attention(self.model, self._peak):
                 yield

@@ -35,6 +35,8 @@ MEASURED = (
 
 def run(config: ProfileKvConfig, *, traces: Artifact, profile: Writer) -> dict[str, float]:
     """Write the position table, what is seen in the forwards, what is measured in decodes, and a page with plots."""
+    if config.cost_device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("profile_kv.cost_device cuda: there is no GPU that torch can use here; cpu is allowed")
     rows = _training_rows(traces, config)
     path = profile.source("student_uri")
     tokenizer, model = models.load_tokenizer(path), models.load_model(path)
@@ -101,7 +103,7 @@ def _training_rows(traces: Artifact, config: ProfileKvConfig) -> Rows:
 
 def _costs(model: Any, rows: Rows, config: ProfileKvConfig) -> list[DecodeCost]:
     answered = [row for row in rows if row["response_token_ids"]][: config.cost_traces] if config.cost_tokens else []
-    costs = []
+    costs: list[DecodeCost] = []
     for row in answered:
         prompt, response = row["prompt_token_ids"], row["response_token_ids"][: config.cost_tokens]
         rounds, warm_up = config.cost_rounds, not costs

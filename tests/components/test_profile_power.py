@@ -138,6 +138,12 @@ def test_only_the_chosen_layers_attention_counts(chain: Chain, profile: Artifact
         profiled(chain, tmp_path / "beyond", power_attention_layers=[2])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_named_before_any_work(chain: Chain, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cost_device cuda: there is no GPU that torch can use here"):
+        profiled(chain, tmp_path, cost_device="cuda")
+
+
 def power_data(latency_of: int, importance_of: int) -> PowerData:
     """Three random features; latency and importance each follow one of them exactly."""
     steps_BNF = torch.randn(6, 40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
