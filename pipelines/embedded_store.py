@@ -33,8 +33,8 @@ BUCKET = "reflux"
 READY_SECONDS = 30.0
 STOP_SECONDS = 20.0
 SERVER_MEMORY = "384MiB"
-"""Where the server's garbage collector begins to work harder (GOMEMLIMIT): the memory is needed for training. At 256 MiB
-an idle server keeps a fifth of a core busy collecting."""
+"""Where the server's garbage collector begins to work harder (GOMEMLIMIT): the memory is needed for training. At 256
+MiB an idle server keeps a fifth of a core busy collecting."""
 _PORTS = [f"{part}.port{kind}" for part in ("s3", "master", "volume", "filer", "admin") for kind in ("", ".grpc")]
 
 
