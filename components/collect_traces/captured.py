@@ -96,8 +96,8 @@ def capture(
 def _state(held: Any, layer: int, step: int, start: int, end: int, config: CollectTracesConfig) -> KvState:
     if held.keys.shape[-2] < end:
         raise ValueError(
-            f"collect_traces.state_layers {layer}: this layer keeps only its last {held.keys.shape[-2]} tokens (it has a "
-            "sliding window); choose one with full attention"
+            f"collect_traces.state_layers {layer}: this layer keeps only its last {held.keys.shape[-2]} tokens (it has "
+            "a sliding window); choose one with full attention"
         )
     window = slice(max(0, end - config.state_window), end)
     key_HWd, value_HWd = held.keys[0, :, window], held.values[0, :, window]

@@ -51,8 +51,8 @@ def require_contract(metadata: dict[str, str], tokenizer: Any, teacher_digest: s
             raise ValueError(f"traces: {field} is {metadata.get(field)!r}, distill needs {value!r}; collect them again")
     if metadata.get("trace_store") not in READERS:
         raise ValueError(
-            f"traces: trace_store is {metadata.get('trace_store')!r}, distill needs {' or '.join(READERS)}; collect them "
-            "again"
+            f"traces: trace_store is {metadata.get('trace_store')!r}, distill needs {' or '.join(READERS)}; collect "
+            "them again"
         )
 
 
