@@ -108,25 +108,21 @@ def test_the_entropy_of_a_server_is_that_of_the_buckets(collect: Collect) -> Non
         torch.testing.assert_close(torch.tensor(row["entropy_nats"]), expected_T, atol=4e-3, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
+def test_faults_of_the_moment_change_nothing(collect: Collect, server: OpenAIServer) -> None:
+    undisturbed = collect(store="undisturbed")
+    calls = len(server.bodies)
+    faults = [
         Fault(status=429, headers={"Retry-After": "0.2"}),
         Fault(status=500),
         Fault(status=503, body="<html>busy</html>"),
         Fault(cut_after=0),
         Fault(cut_after=100),
         Fault(delay_s=2.0),
-    ],
-    ids=["429", "500", "503", "cut at once", "cut within", "too slow"],
-)
-def test_a_fault_of_the_moment_changes_nothing(collect: Collect, server: OpenAIServer, fault: Fault) -> None:
-    undisturbed = collect(store="undisturbed")
-    calls = len(server.bodies)
-    server.faults.extend([fault, Fault(), Fault(), fault])  # a probe, and one of the first prompts
+    ]
+    server.faults.extend([faults[0], Fault(), Fault(), *faults])  # the first probe, then the prompts
     disturbed = collect(store="disturbed", server_timeout_s=1.0)
     assert disturbed.digest == undisturbed.digest
-    assert len(server.bodies) == 2 * calls + 2
+    assert len(server.bodies) == 2 * calls + 1 + len(faults)
 
 
 def test_a_server_that_says_when_is_asked_then(collect: Collect, server: OpenAIServer) -> None:
@@ -293,6 +289,9 @@ def test_several_teachers_answer_every_prompt(
         ({"server_tokens_per_minute": float("inf")}, "server_tokens_per_minute inf"),
         ({"key_token_strategies": ["entropy"]}, r"key_token_strategies \['entropy'\]: a server does not give"),
         ({"key_token_temperature": 1.5}, r"key_token_temperature 1\.5: a server does not give"),
+        ({"state_layers": [1]}, r"state_layers \[1\]: a server does not give"),
+        ({"attention_layers": [0]}, r"attention_layers \[0\]: a server does not give"),
+        ({"trace_store": "sampled"}, "trace_store 'sampled': a server does not give"),
     ],
 )
 def test_what_cannot_be_had_from_a_server_is_refused_by_the_configuration(
