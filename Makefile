@@ -10,10 +10,13 @@ PINNED := --constraint requirements/constraints.txt
 INSTALLED := .venv/installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 
-.PHONY: demo test test-slow test-swift test-cluster lint types images image-cpu image-gpu image-serve mlflow clean
+.PHONY: demo bench-traces test test-slow test-swift test-cluster lint types images image-cpu image-gpu image-serve mlflow clean
 
 demo: $(INSTALLED)
 	$(BIN)/reflux run --recipe demo
+
+bench-traces: $(INSTALLED)  # what a stored token costs, beside DistillKit's form and plain pyarrow; minutes, the real model
+	$(BIN)/python benchmarks/traces.py
 
 test: $(INSTALLED)
 	$(PYTEST)

@@ -22,7 +22,7 @@ from reflux.components.artifacts import Artifact, Writer
 from reflux.components.storage import Store
 
 COLUMNS = ["topk_token_ids", "topk_logprobs", "tail_logmass"]
-SHARDS, ROWS, TOKENS, ROUNDS = 16, 32, 256, 7
+SHARDS, ROWS, TOKENS, ROUNDS = 40, 32, 256, 7
 """As many traces in a shard and tokens in a trace as a run has by default."""
 
 

@@ -128,7 +128,7 @@ class Writer:
             parts=column_reads.parts(data),
         )  # fmt: skip
         if not self._stored(shard):
-            self.store.write(shard.object, data.to_pybytes())
+            self.store.write(shard.object, data.to_pybytes(), settled=False)
         self._point(shard)
 
     def write_file(self, name: str, content: Path | bytes, *, measured: bool = False) -> None:
@@ -174,6 +174,7 @@ class Writer:
             metrics={name: float(value) for name, value in metrics.items()},
             finished=environment.now(),
         )
+        self.store.settle(shard.object for shard in manifest.shards)
         created = self.store.create(manifest_key(self.stage, self.key), to_bytes(manifest))
         artifact = Artifact.open(self.store, self.stage, self.key)
         if absent := _absent(artifact):
@@ -227,7 +228,7 @@ class Writer:
     def _point(self, shard: Shard) -> None:
         record = asdict(shard)
         pointer = {"shard": record, "sha256": sha256_hex(canonical(record))}
-        self.store.write(self._pointer(shard.name), canonical(pointer))
+        self.store.write(self._pointer(shard.name), canonical(pointer), settled=False)
         self._shards[shard.name] = shard
 
     def _pointer(self, name: str) -> str:

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,8 +47,16 @@ class LocalStore(Store):
         with self._explained(key):
             self._put(key, stream, os.replace)
 
-    def write(self, key: str, data: bytes) -> None:
-        self.write_stream(key, io.BytesIO(data))
+    def write(self, key: str, data: bytes, *, settled: bool = True) -> None:
+        with self._explained(key):
+            self._put(key, io.BytesIO(data), os.replace, settled=settled)
+
+    def settle(self, keys: Iterable[str]) -> None:
+        """After the first sync the others find little to do: many files at once cost less than one at a time."""
+        paths = [self.path(key) for key in keys]
+        for path in [*paths, *sorted({path.parent for path in paths})]:
+            with self._explained(path.name):
+                _sync(path)
 
     def create(self, key: str, data: bytes) -> bool:
         with self._explained(key):
@@ -106,8 +114,8 @@ class LocalStore(Store):
         with self._explained(prefix):
             shutil.rmtree(self.path(prefix.strip("/")), onerror=_tolerate_others)
 
-    def _put(self, key: str, stream: BinaryIO, place: Callable[[str, Path], None]) -> None:
-        """Write and sync a temporary file, then let `place` give it its name."""
+    def _put(self, key: str, stream: BinaryIO, place: Callable[[str, Path], None], *, settled: bool = True) -> None:
+        """Write and (`settled`) sync a temporary file, then let `place` give it its name."""
         target = self.path(key)
         (self.root / _PARTIAL).mkdir(parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(dir=self.root / _PARTIAL)
@@ -116,12 +124,14 @@ class LocalStore(Store):
                 shutil.copyfileobj(stream, file, CHUNK_BYTES)
                 file.flush()
                 os.fchmod(file.fileno(), 0o644)  # mkstemp's 0600 would hide a shared store from its other users
-                os.fsync(file.fileno())
+                if settled:
+                    os.fsync(file.fileno())
             for attempt in range(_ATTEMPTS):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     place(partial, target)
-                    _sync_folder(target.parent)
+                    if settled:
+                        _sync(target.parent)
                     return
                 except FileNotFoundError:  # another process removed the folder in between
                     if attempt == _ATTEMPTS - 1:
@@ -151,9 +161,9 @@ def _tolerate_others(_function: Any, _path: str, failure: tuple[Any, BaseExcepti
         raise error
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a new name in the folder survive a power failure."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, survive a power failure."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -89,7 +89,7 @@ class S3Store(Store):
         with self._explained(key):
             s3_upload.upload(self._client, self._name(key), stream, self._patience, lambda: self.sha256(key))
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes, *, settled: bool = True) -> None:
         self._ask(key, lambda: self._client.put_object(**self._name(key), Body=data))
 
     def create(self, key: str, data: bytes) -> bool:

@@ -11,7 +11,7 @@ import os
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +81,13 @@ class Store(ABC):
         """Store what the stream yields until its end, atomically."""
 
     @abstractmethod
-    def write(self, key: str, data: bytes) -> None:
-        """Store an object, atomically, replacing one of that name."""
+    def write(self, key: str, data: bytes, *, settled: bool = True) -> None:
+        """Store an object, atomically, replacing one of that name. Not `settled`, it may be lost in a power failure, but
+        not in the death of a process, until `settle`.
+        """
+
+    def settle(self, keys: Iterable[str]) -> None:
+        """Make objects that were written without it survive a power failure."""
 
     @abstractmethod
     def create(self, key: str, data: bytes) -> bool:
