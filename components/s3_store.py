@@ -7,7 +7,7 @@ before it takes the new one, so two writers at the same moment can both succeed:
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
@@ -91,6 +91,9 @@ class S3Store(Store):
 
     def write(self, key: str, data: bytes, *, settled: bool = True) -> None:
         self._ask(key, lambda: self._client.put_object(**self._name(key), Body=data))
+
+    def settle(self, keys: Iterable[str]) -> None:
+        """Nothing is left to do: a server answers a write when the object is safe."""
 
     def create(self, key: str, data: bytes) -> bool:
         patience, writer, repeated = self._patience(), uuid.uuid4().hex, False

@@ -82,10 +82,11 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, key: str, data: bytes, *, settled: bool = True) -> None:
-        """Store an object, atomically, replacing one of that name. Not `settled`, it may be lost in a power failure, but
-        not in the death of a process, until `settle`.
+        """Store an object, atomically, replacing one of that name. If it is not `settled`, a power failure may lose it
+        until `settle`; the death of a process does not.
         """
 
+    @abstractmethod
     def settle(self, keys: Iterable[str]) -> None:
         """Make objects that were written without it survive a power failure."""
 
