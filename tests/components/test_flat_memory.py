@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SAME = 1.03
-"""Ratio of two peaks of about 650 MB, most of it libraries: 1.005 was measured, and 1.13 where the answers were kept."""
+"""Ratio of two peaks of about 650 MB, most of it libraries: 1.005 was measured, 1.13 where answers were kept."""
 
 HANDED_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "ARROW_DEFAULT_MEMORY_POOL": "system"}
 """What is freed goes back to the system at once, so that the peak is what was needed and not what was kept in hand."""
