@@ -20,6 +20,11 @@ from reflux.components.storage import S3Settings, Store
 SERVER = os.environ.get("REFLUX_TEST_S3", "seaweedfs")
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """The argument's name for bytes: an archive holds the time it was made, and xdist's workers must agree on names."""
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a two-layer model and a byte-level tokenizer: all that a real one has, milliseconds a forward."""
