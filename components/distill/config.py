@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from reflux.components.declare import setting, source
@@ -116,44 +117,64 @@ class DistillConfig:
     """Optimizer steps between checkpoints. A resumed run ends with the same bytes as one never killed."""
 
     def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise ValueError(f"distill.objective {self.objective!r}: allowed are {', '.join(OBJECTIVES)}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"distill.activation {self.activation!r}: allowed are {', '.join(ACTIVATIONS)}")
-        if self.compute_dtype not in COMPUTE_DTYPES:
-            allowed = ", ".join(COMPUTE_DTYPES)
-            raise ValueError(f"distill.compute_dtype {self.compute_dtype!r}: allowed are {allowed}")
-        for name in ("weight_bits", "activation_bits"):
-            if getattr(self, name) not in (*range(2, 9), 16):
-                raise ValueError(f"distill.{name} {getattr(self, name)}: allowed are 2 to 8, or 16 for not quantised")
-        if self.group_size < 1:
-            raise ValueError(f"distill.group_size {self.group_size}: must be at least 1")
-        if self.export not in EXPORTS:
-            raise ValueError(f"distill.export {self.export!r}: allowed are {', '.join(EXPORTS)}")
-        if self.export == "ema" and not self.ema_decay:
-            raise ValueError("distill.export 'ema': needs an ema_decay above 0")
-        for name in ("beta", "on_policy_fraction", "final_rate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"distill.{name} {getattr(self, name)}: must be in [0, 1]")
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"distill.ema_decay {self.ema_decay}: must be in [0, 1)")
-        counts = (
-            "warmup_steps",
-            "joint_steps",
-            "finetune_steps",
-            "max_steps",
-            "rise_steps",
-            "joint_last_layers",
-            "trace_k",
-        )
-        rates = ("warmup_policy_lr", "joint_policy_lr", "joint_student_lr", "finetune_policy_lr", "finetune_student_lr")
-        for name in (*counts, *rates, "weight_clip_lr", "validation_traces", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"distill.{name} {getattr(self, name)}: must not be negative")
+        _check_choices(self)
+        _check_ranges(self)
+        _check_quantiser(self)
+        _check_export(self)
         if self.warmup_steps + self.joint_steps + self.finetune_steps < 1:
             raise ValueError("distill.warmup_steps, joint_steps, finetune_steps: at least one step in all is needed")
-        positive = ("batch_sequences", "micro_batch_sequences", "max_sequence_tokens", "gradient_clip", "hard_weight")
-        cadence = ("rollout_batch", "rollout_new_tokens", "checkpoint_every", "joint_policy_every")
-        for name in (*positive, *cadence, "finetune_policy_every"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"distill.{name} {getattr(self, name)}: must be positive")
+
+
+CHOICES = {
+    "objective": OBJECTIVES,
+    "activation": ACTIVATIONS,
+    "compute_dtype": COMPUTE_DTYPES,
+    "export": EXPORTS,
+}
+"""Field -> what it may be."""
+
+RANGES: dict[str, Callable[[float], bool]] = {
+    "must be positive": lambda value: value > 0,
+    "must not be negative": lambda value: value >= 0,
+    "must be in [0, 1]": lambda value: 0 <= value <= 1,
+    "must be in [0, 1)": lambda value: 0 <= value < 1,
+}
+RANGE_OF = {
+    "must be positive": (
+        "group_size", "batch_sequences", "micro_batch_sequences", "max_sequence_tokens", "gradient_clip",
+        "hard_weight", "rollout_batch", "rollout_new_tokens", "checkpoint_every", "joint_policy_every",
+        "finetune_policy_every",
+    ),
+    "must not be negative": (
+        "warmup_steps", "joint_steps", "finetune_steps", "max_steps", "rise_steps", "joint_last_layers", "trace_k",
+        "warmup_policy_lr", "joint_policy_lr", "joint_student_lr", "finetune_policy_lr", "finetune_student_lr",
+        "weight_clip_lr", "weight_decay", "validation_traces",
+    ),
+    "must be in [0, 1]": ("beta", "on_policy_fraction", "final_rate"),
+    "must be in [0, 1)": ("ema_decay",),
+}  # fmt: skip
+"""Range -> the fields that are held to it; NaN is in none."""
+
+
+def _check_choices(config: DistillConfig) -> None:
+    for name, allowed in CHOICES.items():
+        if (value := getattr(config, name)) not in allowed:
+            raise ValueError(f"distill.{name} {value!r}: allowed are {', '.join(allowed)}")
+
+
+def _check_ranges(config: DistillConfig) -> None:
+    for meaning, names in RANGE_OF.items():
+        for name in names:
+            if not RANGES[meaning](value := getattr(config, name)):
+                raise ValueError(f"distill.{name} {value}: {meaning}")
+
+
+def _check_quantiser(config: DistillConfig) -> None:
+    for name in ("weight_bits", "activation_bits"):
+        if (value := getattr(config, name)) not in (*range(2, 9), 16):
+            raise ValueError(f"distill.{name} {value}: allowed are 2 to 8, or 16 for not quantised")
+
+
+def _check_export(config: DistillConfig) -> None:
+    if config.export == "ema" and not config.ema_decay:
+        raise ValueError("distill.export 'ema': needs an ema_decay above 0")
