@@ -1,0 +1,99 @@
+"""Objectives that need only the log-probabilities of the tokens that were written, not whole distributions.
+
+Each takes `Written` and returns nats per token, so that a recipe adds them to the objectives of losses.py by name and
+weight. Shapes: N tokens, V vocabulary of the tokenizer, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """N written tokens; all but `student_N` without a gradient, all in nats but the weight."""
+
+    student_N: Tensor
+    """log pi_S of the token, differentiable: at temperature 1, or of the distribution that was drawn from."""
+    teacher_N: Tensor | None = None
+    """log pi_T of the token at temperature 1, where the teacher is at hand."""
+    drawn_N: Tensor | None = None
+    """log-probability that the token was drawn with, under the weights of that time."""
+    later_N: Tensor | None = None
+    """Discounted sum of the advantages of the tokens after it; None is a discount of 0."""
+    weight_N: Tensor | None = None
+    """Importance weight of the token's sequence, 1 on average."""
+
+
+def next_token(written: Written) -> Tensor:
+    """[N] negative log-likelihood of what somebody else wrote (hard targets; sequence-level distillation)."""
+    return -written.student_N
+
+
+def sampled_reverse_kl(written: Written) -> Tensor:
+    """[N] the reverse KL by the one token that the student drew: A_t = −(log pi_S(y_t) − log pi_T(y_t)) as advantage.
+
+    The value estimates KL(S ‖ T) and the gradient is −A_t * ∇log pi_S(y_t), whose mean over draws is the gradient of
+    `reverse_kl` at that token. Rollouts wait in a buffer, so a token counts by pi_S now over pi_S when it was drawn. A
+    token that the student can no longer draw counts nothing.
+    """
+    assert written.teacher_N is not None
+    assert written.drawn_N is not None
+    now_N = written.student_N.detach()
+    possible_N = now_N > -torch.inf
+    advantage_N = (written.teacher_N - now_N).masked_fill(~possible_N, 0.0)
+    if written.later_N is not None:
+        advantage_N = advantage_N + written.later_N
+    ratio_N = (written.student_N.masked_fill(~possible_N, 0.0) - written.drawn_N).exp().masked_fill(~possible_N, 0.0)
+    return -advantage_N * ratio_N
+
+
+def sharpening(written: Written) -> Tensor:
+    """[N] −W * log pi_S(y_t): over the tokens of particles, cross-entropy to the sharpened teacher (sharpening.py)."""
+    assert written.weight_N is not None
+    return -written.weight_N * written.student_N
+
+
+WRITTEN_OBJECTIVES: dict[str, Callable[[Written], Tensor]] = {
+    "next_token": next_token,
+    "sampled_reverse_kl": sampled_reverse_kl,
+    "sharpening": sharpening,
+}
+
+
+def discounted_later(reward_N: Tensor, lengths_S: list[int], discount: float) -> Tensor:
+    """[N] for each token the sum of discount^(s − t) * reward_s over the tokens s after it in its own sequence.
+
+    `lengths_S` says how many of the N tokens belong to each sequence, one after another.
+    """
+    assert sum(lengths_S) == len(reward_N)
+    later_N = torch.zeros_like(reward_N)
+    end = 0
+    for length in lengths_S:
+        start, end = end, end + length
+        for t in range(end - 2, start - 1, -1):
+            later_N[t] = discount * (reward_N[t + 1] + later_N[t + 1])
+    return later_N
+
+
+def drawn_from(logprobs_NV: Tensor, temperature: float, top_p: float) -> Tensor:
+    """[N, V] log-probabilities at `temperature`, cut to the smallest set of mass >= `top_p` and normalised again: the
+    distribution of `rollouts.Sampling`. −inf outside the set, which has no gradient. ValueError for temperature 0, of
+    which there is no density.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature {temperature}: greedy answers were not drawn from a distribution")
+    if temperature == 1 and top_p == 1:
+        return logprobs_NV
+    tempered_NV = (logprobs_NV / temperature).log_softmax(-1)
+    if top_p == 1:
+        return tempered_NV
+    with torch.no_grad():
+        falling_NV, order_NV = tempered_NV.exp().sort(-1, descending=True, stable=True)
+        before_NV = falling_NV.double().cumsum(-1) - falling_NV.double()
+        inside_NV = torch.zeros_like(falling_NV, dtype=torch.bool).scatter(-1, order_NV, before_NV < top_p)
+    return tempered_NV.masked_fill(~inside_NV, -torch.inf).log_softmax(-1)
