@@ -26,13 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import reflux.components
-from reflux.components import declare, kfp_executor
+from reflux.components import declare, kfp_executor, overrides
 from reflux.components.declare import Component
 from reflux.components.kfp_executor import Location
 from reflux.components.storage import Store, StoreError
 
 WRONG_INPUT = 2
 INTERRUPTED = 130
+TASKS = ("prerequisites", "close_run")
+"""Programs of a pipeline that are no stages: modules of reflux.components with `run(parameters)`."""
+_PLACE = ("store", "run")  # what every call has to say
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -43,6 +46,8 @@ class Call:
     config: Any
     store: str
     run: str
+    job: str = ""
+    """Id that KFP gave the run."""
     inputs: Mapping[str, Location]
     outputs: Mapping[str, Location]
     executor_output: Path | None = None
@@ -56,8 +61,11 @@ def main(arguments: list[str]) -> int:
     package, *flags = arguments
     stage = package.rpartition(".")[2]
     try:
-        component = load(package)
-        execute(package, component, parse(component, flags))
+        if package in TASKS:
+            importlib.import_module(f"reflux.components.{package}").run(_executor_input(flags).parameters)
+        else:
+            component = load(package)
+            execute(package, component, parse(component, flags))
     except (ValueError, StoreError, ConnectionError) as error:
         if "REFLUX_TRACEBACK" in os.environ:
             raise
@@ -86,15 +94,13 @@ def load(package: str) -> Component:
 def parse(component: Component, flags: list[str]) -> Call:
     """A call from KFP's executor input or from flags."""
     if flags and flags[0] == "--executor-input":
-        if len(flags) != 2:
-            raise ValueError("--executor-input: takes one JSON document and no other flag")
-        return _from_kfp(component, flags[1])
+        return _from_kfp(component, _executor_input(flags))
     return _from_flags(component, flags)
 
 
 def execute(package: str, component: Component, call: Call) -> None:
     """Make the stage's artifact, or find it made, and hand its manifest and pages over."""
-    from reflux.components import artifacts, progress, sources, tracking
+    from reflux.components import artifacts, progress, shown, sources, tracking
 
     stage = component.name.rpartition(".")[2]
     store = Store.open(call.store)
@@ -111,7 +117,9 @@ def execute(package: str, component: Component, call: Call) -> None:
         platform={"threads": os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count())},
     )
     params = declare.key_fields(call.config) | declare.other_fields(call.config) | declare.source_fields(call.config)
-    with tracking.stage_run(stage, call.run, key=writer.key, params=params, parents=parents, sources=given) as tracked:
+    with tracking.stage_run(
+        stage, call.run, job=call.job, store=store, key=writer.key, params=params, parents=parents, sources=given
+    ) as tracked:
         artifact = writer.existing()
         reused = artifact is not None
         if artifact is None:
@@ -119,36 +127,55 @@ def execute(package: str, component: Component, call: Call) -> None:
             (output,) = component.outputs
             with progress.listening(tracked.publish if tracked else lambda points: None):
                 artifact = writer.commit(run(call.config, **parents, **{output: writer}))
-        pages = {f"{name}.html": artifact.file(f"{name}.html") for name in component.html}
+        pages = {shard: artifact.file(shard) for shard in component.html.values()}
         if tracked:
             tracked.finish(artifact, reused=reused, pages=pages)
     if tracked and component.ends_run:  # on a cluster nobody else would close the parent run
         verdict = {1.0: "pass", 0.0: "fail"}[artifact.metrics["verdict.pass"]]
-        tracking.end_pipeline(call.run, status="FINISHED", verdict=verdict, root=artifact.digest)
+        tracking.end_pipeline(call.run, status="FINISHED", job=call.job, verdict=verdict, root=artifact.digest)
     print(f"{stage}: {'reused' if reused else 'made'} {artifact.digest}", flush=True)
 
-    metadata = {"digest": artifact.digest, "key": artifact.key, "stage": stage, "reused": "yes" if reused else "no"}
-    if tracked:
-        metadata["mlflow_run_id"] = tracked.run_id
-    made: dict[str, tuple[str, Mapping[str, str]]] = {}
+    mlflow_run = tracked.run_id if tracked else ""
+    contents = {
+        **dict.fromkeys(component.outputs, artifact.bytes),
+        **{name: pages[shard] for name, shard in component.html.items()},
+        "metrics": shown.metrics_file(artifact),
+        "summary": shown.summary(artifact, reused=reused, mlflow_run=mlflow_run).encode(),
+    }
+    digests = {"digest": artifact.digest, "key": artifact.key, "stage": stage, "reused": "yes" if reused else "no"}
+    if mlflow_run:
+        digests["mlflow_run_id"] = mlflow_run
+    metadata: dict[str, Mapping[str, str | float]] = {
+        **dict.fromkeys(component.outputs, digests),
+        "metrics": shown.numbers(artifact),
+    }
+    made: dict[str, tuple[str, Mapping[str, str | float]]] = {}
     for name, place in call.outputs.items():
         place.path.parent.mkdir(parents=True, exist_ok=True)
-        place.path.write_bytes(pages[f"{name}.html"] if name in component.html else artifact.bytes)
-        made[name] = (place.uri, {} if name in component.html else metadata)
+        place.path.write_bytes(contents[name])
+        made[name] = (place.uri, metadata.get(name, {}))
     if call.executor_output is not None:
         kfp_executor.write_output(call.executor_output, made)
 
 
-def _from_kfp(component: Component, text: str) -> Call:
-    asked = kfp_executor.read(text)
-    parameters = dict(asked.parameters)
-    at = {name: str(parameters.pop(name, "")) for name in declare.PLATFORM_PARAMETERS}
+def _executor_input(flags: list[str]) -> kfp_executor.ExecutorInput:
+    if len(flags) != 2 or flags[0] != "--executor-input":
+        raise ValueError("--executor-input: takes one JSON document and no other flag")
+    return kfp_executor.read(flags[1])
+
+
+def _from_kfp(component: Component, asked: kfp_executor.ExecutorInput) -> Call:
+    values = dict(asked.parameters)
+    store, run, job, changes = (values.pop(name, None) for name in declare.PLATFORM_PARAMETERS)
+    stage = component.name.rpartition(".")[2]
     call = Call(
-        config=declare.from_mapping(component.config_class, parameters),
+        config=overrides.own_part(stage, component.config_class, values, changes or {}),
+        store=str(store or ""),
+        run=str(run or job or ""),
+        job=str(job or ""),
         inputs=asked.inputs,
         outputs=asked.outputs,
         executor_output=asked.output_file,
-        **at,
     )
     return _complete(component, call)
 
@@ -158,24 +185,25 @@ def _from_flags(component: Component, flags: list[str]) -> Call:
     parser = argparse.ArgumentParser(
         prog=f"reflux {stage}", description=component.config_class.__doc__, allow_abbrev=False
     )
-    for name, meaning in declare.PLATFORM_PARAMETERS.items():
-        parser.add_argument(declare.flag(name), required=True, help=meaning)
+    for name in _PLACE:
+        parser.add_argument(declare.flag(name), required=True, help=declare.PLATFORM_PARAMETERS[name])
     for name in component.inputs:
         parser.add_argument(declare.flag(name), required=True, type=Path, metavar="MANIFEST", help=f"Input {name}.")
-    for name in (*component.outputs, *component.html):
-        page = name in component.html
+    shown_pages = (*declare.SHOWN, *component.html)
+    for name in (*component.outputs, *shown_pages):
+        page = name in shown_pages
         parser.add_argument(
             declare.flag(f"out_{name}"),
             required=not page,
             type=Path,
             metavar="PATH",
-            help=f"Where to put {'the page' if page else 'the manifest of'} {name}.",
+            help=f"Where to put {'what is shown as' if page else 'the manifest of'} {name}.",
         )
     declare.to_argparse(component.config_class, parser)
     values = vars(parser.parse_args(flags))
-    at = {name: values.pop(name) for name in declare.PLATFORM_PARAMETERS}
+    at = {name: values.pop(name) for name in _PLACE}
     inputs = {name: values.pop(name) for name in component.inputs}
-    outputs = {name: values.pop(f"out_{name}") for name in (*component.outputs, *component.html)}
+    outputs = {name: values.pop(f"out_{name}") for name in (*component.outputs, *shown_pages)}
     call = Call(
         config=declare.from_mapping(component.config_class, values),
         inputs={name: Location(uri=str(path), path=path) for name, path in inputs.items()},
@@ -187,7 +215,7 @@ def _from_flags(component: Component, flags: list[str]) -> Call:
 
 def _complete(component: Component, call: Call) -> Call:
     """The call, if nothing that every stage needs is missing from it."""
-    for name in declare.PLATFORM_PARAMETERS:
+    for name in _PLACE:
         if not getattr(call, name):
             raise ValueError(f"{name}: must not be empty. {declare.PLATFORM_PARAMETERS[name]}")
     for name in component.inputs:

@@ -20,22 +20,28 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
+
+from reflux.components import kfp_task
+from reflux.components.kfp_task import REQUIRED
 
 IMAGE = "reflux-python-cpu:0.1.0"
 """Image of every stage unless the pipeline names another. kfp warns where "python" is not in the name."""
 
 PLATFORM_PARAMETERS = {
     "store": "Root of the store: file:///dir, /dir or s3://bucket/prefix.",
-    "run": "Name of the pipeline run that this stage belongs to.",
+    "run": "Name of the pipeline run that this stage belongs to; where it is empty, `job` is.",
+    "job": "Id that KFP gives the run.",
+    "overrides": "What a person changes, {stage: {field: value}}: the stage lays its own part over its fields.",
 }
+SHOWN = ("metrics", "summary")
+"""Artifacts of every stage whose bytes KFP's UI shows: its numbers, and a page in Markdown."""
 
 LARGEST_INT = 2**53
 """KFP hands numbers over as JSON doubles."""
 
 _SCALARS: dict[type, str] = {str: "text", int: "a whole number", float: "a finite number", bool: "true or false"}
-_REQUIRED = inspect.Parameter.empty
 _LISTS: dict[Any, type] = {list[item]: item for item in (str, int, float)}  # type: ignore[valid-type]
 
 Config = TypeVar("Config")
@@ -46,11 +52,31 @@ def source(default: str = "") -> Any:
     return dataclasses.field(default=default, metadata={"role": "source"})
 
 
-def setting(default: Any) -> Any:
+def setting(default: Any, choices: Sequence[str] = ()) -> Any:
     """A field that cannot change the result: device, workers, how often a checkpoint is written."""
+    metadata = {"role": "setting", "choices": tuple(choices)}
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata={"role": "setting"})
-    return dataclasses.field(default=default, metadata={"role": "setting"})
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def choice(default: str, choices: Sequence[str]) -> Any:
+    """A field that is one of a few names: a drop-down in a form; `check_choices` refuses any other."""
+    return dataclasses.field(default=default, metadata={"choices": tuple(choices)})
+
+
+def choices(config_class: type) -> dict[str, tuple[str, ...]]:
+    """Field name -> the values allowed, of every field that has choices."""
+    return {f.name: f.metadata["choices"] for f in dataclasses.fields(config_class) if f.metadata.get("choices")}
+
+
+def check_choices(config: Any) -> None:
+    """For a config's `__post_init__`. ValueError names field, value and what is allowed."""
+    for name, allowed in choices(type(config)).items():
+        if getattr(config, name) not in allowed:
+            raise ValueError(
+                f"{_label(type(config))}.{name} {getattr(config, name)!r}: allowed are {', '.join(allowed)}"
+            )
 
 
 def key_fields(config: Any) -> dict[str, Any]:
@@ -101,7 +127,7 @@ def from_mapping(config_class: type[Config], mapping: Mapping[str, Any]) -> Conf
         name: _coerce(config_class, name, _known_type(config_class, name, types), value)
         for name, value in mapping.items()
     }
-    required = {f.name for f in dataclasses.fields(config_class) if _default(f) is _REQUIRED}  # type: ignore[arg-type]
+    required = {f.name for f in dataclasses.fields(config_class) if _default(f) is REQUIRED}  # type: ignore[arg-type]
     missing = sorted(required - values.keys())
     if missing:
         raise ValueError(f"{_label(config_class)}: no value for {', '.join(missing)}, which has no default")
@@ -125,10 +151,10 @@ def parse_value(config_class: type, name: str, text: str) -> Any:
 
 def to_argparse(config_class: type, parser: argparse.ArgumentParser) -> None:
     """Add one flag per field. A flag not given is absent from the namespace: `from_mapping` applies the default."""
-    docs = field_docs(config_class)
+    docs, allowed = field_docs(config_class), choices(config_class)
     for f in dataclasses.fields(config_class):
         default = _default(f)
-        required = default is _REQUIRED
+        required = default is REQUIRED
         note = "(required)" if required else f"(default: {json.dumps(default)})"
         parser.add_argument(
             flag(f.name),
@@ -136,7 +162,7 @@ def to_argparse(config_class: type, parser: argparse.ArgumentParser) -> None:
             type=_argparse_type(config_class, f.name),
             required=required,
             default=argparse.SUPPRESS,
-            metavar=_meaning(_types(config_class)[f.name]).split()[-1].upper(),
+            metavar="|".join(allowed.get(f.name, ())) or _meaning(_types(config_class)[f.name]).split()[-1].upper(),
             help=f"{docs.get(f.name, '')} {note}".strip().replace("%", "%%"),
         )
 
@@ -152,17 +178,18 @@ def container_component(
     *,
     inputs: Collection[str] = (),
     outputs: Collection[str] = (),
-    html: Collection[str] = (),
+    html: Mapping[str, str] | None = None,
     image: str | None = None,
     ends_run: bool = False,
 ) -> Component:
-    """Declare stage `name`: its parameters are the config's fields plus `store` and `run`, its artifacts are manifests.
+    """Declare stage `name`: its parameters are the config's fields and those of the platform, its artifact a manifest.
 
     `name` is the stage's folder under reflux.components, or the dotted package of a stage that lives elsewhere. `html`
-    are pages that KFP shows, each served from the shard `<html>.html` of the stage's artifact. `ends_run`: the stage is
-    the last, its digest is the root of the run and its metric verdict.pass the verdict. ValueError for names that clash
-    and for field types that KFP cannot carry.
+    are pages that KFP shows beside `metrics` and `summary`, which every stage has: name -> shard of the stage's
+    artifact. `ends_run`: the stage is the last, its digest is the root of the run and its metric verdict.pass the
+    verdict. ValueError for names that clash and for field types that KFP cannot carry.
     """
+    html = dict(html or {})
     if len(outputs) != 1:
         raise ValueError(f"{name}: a stage writes exactly one artifact, not {list(outputs)}")
     for name_of_field, kind in _types(config_class).items():
@@ -171,14 +198,14 @@ def container_component(
             raise ValueError(
                 f"{label}: type {kind} is not allowed; use str, int, float, bool, list[str], list[int] or list[float]"
             )
-        if name_of_field in {*inputs, *outputs, *html, *PLATFORM_PARAMETERS, "image"}:
+        if name_of_field in {*inputs, *outputs, *html, *SHOWN, *PLATFORM_PARAMETERS, "image"}:
             raise ValueError(f"{label}: the name is taken by an artifact or by a parameter of every stage")
     return Component(
         name=name,
         config_class=config_class,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        html=tuple(html),
+        html=html,
         image=image,
         ends_run=ends_run,
     )
@@ -192,7 +219,8 @@ class Component:
     config_class: type
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    html: tuple[str, ...]
+    html: Mapping[str, str]
+    """Page -> the shard that it is."""
     image: str | None
     ends_run: bool
 
@@ -200,47 +228,26 @@ class Component:
         """KFP's task, inside a pipeline: `config` is baked in as constants, and `arguments` go before it.
 
         `image` is the container's, "" the declared one.
-
-        KFP's cache is off: it compares URI strings and would hide a file that changed behind the same URI. The store's
-        own reuse compares content.
         """
         constants = {} if config is None else key_fields(config) | other_fields(config) | source_fields(config)
-        task = self.kfp(**(constants | arguments)).set_caching_options(enable_caching=False)
-        return task.set_container_image(image) if image else task
+        return kfp_task.started(self.kfp, image, constants | arguments)
 
     @functools.cached_property
     def kfp(self) -> Any:
         """The KFP container component."""
+        return kfp_task.component(self.name, self._parameters(), doc=self._docstring(), image=self.image or IMAGE)
+
+    def _parameters(self) -> Iterator[tuple[str, Any, Any]]:
         from kfp import dsl
 
-        def component(*_: Any) -> Any:
-            return dsl.ContainerSpec(
-                image=self.image or IMAGE,
-                command=["python3", "-m", "reflux.components", self.name],
-                args=["--executor-input", dsl.PIPELINE_TASK_EXECUTOR_INPUT_PLACEHOLDER],
-            )
-
-        component.__name__ = self.name.rpartition(".")[2]
-        component.__doc__ = self._docstring()
-        component.__signature__ = self._signature()  # type: ignore[attr-defined]
-        return dsl.container_component(component)
-
-    def _signature(self) -> inspect.Signature:
-        from kfp import dsl
-
-        def parameter(name: str, kind: Any, default: Any = _REQUIRED) -> inspect.Parameter:
-            return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
-
+        yield from ((name, dsl.Input[dsl.Dataset], REQUIRED) for name in self.inputs)
+        yield from ((name, dsl.Output[dsl.Dataset], REQUIRED) for name in self.outputs)
+        yield "metrics", dsl.Output[dsl.Metrics], REQUIRED
+        yield "summary", dsl.Output[dsl.Markdown], REQUIRED
+        yield from ((name, dsl.Output[dsl.HTML], REQUIRED) for name in self.html)
+        yield from (("store", str, REQUIRED), ("run", str, REQUIRED), ("job", str, ""), ("overrides", dict, {}))
         types = _types(self.config_class)
-        return inspect.Signature(
-            [
-                *(parameter(name, dsl.Input[dsl.Dataset]) for name in self.inputs),
-                *(parameter(name, dsl.Output[dsl.Dataset]) for name in self.outputs),
-                *(parameter(name, dsl.Output[dsl.HTML]) for name in self.html),
-                *(parameter(name, str) for name in PLATFORM_PARAMETERS),
-                *(parameter(f.name, types[f.name], _default(f)) for f in dataclasses.fields(self.config_class)),
-            ]
-        )
+        yield from ((f.name, types[f.name], _default(f)) for f in dataclasses.fields(self.config_class))
 
     def _docstring(self) -> str:
         docs = PLATFORM_PARAMETERS | field_docs(self.config_class)
@@ -280,7 +287,7 @@ def _meaning(kind: Any) -> str:
 def _default(f: dataclasses.Field[Any]) -> Any:
     if f.default_factory is not dataclasses.MISSING:
         return f.default_factory()
-    return _REQUIRED if f.default is dataclasses.MISSING else f.default
+    return REQUIRED if f.default is dataclasses.MISSING else f.default
 
 
 def _coerce(config_class: type, name: str, kind: Any, value: Any) -> Any:

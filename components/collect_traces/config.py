@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from reflux.components.declare import setting, source
+from reflux.components.declare import check_choices, choice, setting, source
 
 STAGE_VERSION = "3"
 LOCAL = "local"
@@ -36,7 +36,7 @@ class CollectTracesConfig:
     models of the same tokenizer and template. A name enters the ids of its traces: let it carry the revision."""
     heldout_fraction: float = 0.2
     """Share of the prompts kept from training, in (0, 1); a prompt's side depends on a hash of its id alone."""
-    trace_store: str = "topk"
+    trace_store: str = choice("topk", TRACE_STORES)
     """Form in which distributions are stored: topk (k log-probabilities and the mass of the tail, for any objective) or
     sampled (k counted draws, unbiased, in far fewer bytes, for the forward KL alone).
     """
@@ -54,8 +54,8 @@ class CollectTracesConfig:
     """Longest prompt, tokens after the chat template; longer ones are rejected, never cut."""
     batch_size: int = 32
     """Prompts answered at once, and rows per shard. Part of the key: padding changes the last bits of the logits."""
-    dtype: str = "float32"
-    """float32 or bfloat16: precision in which the teacher runs."""
+    dtype: str = choice("float32", ("float32", "bfloat16"))
+    """Precision in which the teacher runs."""
     seed: int = 0
     """Seed of all sampling; each prompt's draws come from this and its id."""
     key_token_strategies: list[str] = field(default_factory=lambda: ["confidence", "entropy"])
@@ -72,7 +72,7 @@ class CollectTracesConfig:
     """Decisions per answer with a state: the first tokens of its first so many reasoning steps."""
     state_window: int = 64
     """Tokens before a decision that its state covers."""
-    state_pooling: str = "head"
+    state_pooling: str = choice("head", ("head", "full"))
     """head: one vector per KV head, the mean over the window; full: every token of the window."""
     attention_layers: list[int] = field(default_factory=list)
     """Decoder layers, from 0, whose attention is kept, sparsely, for each token of the answer."""
@@ -80,13 +80,13 @@ class CollectTracesConfig:
     """Positions kept per token and layer, those of the largest weight."""
     capture_max_tokens: int = 2048
     """Prompt and answer are cut to this before states and attention are read off them."""
-    device: str = setting("auto")
-    """cpu, cuda or auto (cuda where there is one)."""
+    device: str = setting("auto", ("cpu", "cuda", "auto"))
+    """auto is cuda where there is one."""
     server_urls: list[str] = setting([])
     """Base URLs of OpenAI-compatible servers, e.g. http://host:8000/v1: one for all served teachers, or one each."""
     server_key_variables: list[str] = setting([])
     """Environment variables that hold the servers' API keys, one for all or one each; containers get REFLUX_… alone."""
-    server_api: str = setting("completions")
+    server_api: str = setting("completions", SERVER_APIS)
     """completions (the prompt goes as token ids) or chat (the server's template, whose ids must be ours)."""
     server_concurrency: int = setting(16)
     """Requests under way at once to each server; as many answers again may wait to be written."""
@@ -108,19 +108,11 @@ class CollectTracesConfig:
         for name in ("teacher", "prompts_uri"):
             if not getattr(self, name):
                 raise ValueError(f"collect_traces.{name}: is empty; name what the teacher is and what it is asked")
-        if self.trace_store not in TRACE_STORES:
-            allowed = ", ".join(TRACE_STORES)
-            raise ValueError(f"collect_traces.trace_store {self.trace_store!r}: allowed are {allowed}")
-        if self.state_pooling not in ("head", "full"):
-            raise ValueError(f"collect_traces.state_pooling {self.state_pooling!r}: allowed are head and full")
+        check_choices(self)
         for name in ("state_layers", "attention_layers"):
             layers = getattr(self, name)
             if any(layer < 0 for layer in layers) or len(set(layers)) < len(layers):
                 raise ValueError(f"collect_traces.{name} {layers}: must be different layers, counted from 0")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"collect_traces.dtype {self.dtype!r}: allowed are float32 and bfloat16")
-        if self.device not in ("cpu", "cuda", "auto"):
-            raise ValueError(f"collect_traces.device {self.device!r}: allowed are cpu, cuda and auto")
         captured = ("state_steps", "state_window", "attention_top", "capture_max_tokens")
         for name in ("top_k", "max_new_tokens", "max_prompt_tokens", "batch_size", *captured):
             if getattr(self, name) < 1:
@@ -146,8 +138,6 @@ def _check_servers(config: CollectTracesConfig) -> None:
     names = config.answered_by
     if not names or not all(name.strip() == name != "" for name in names) or len(set(names)) < len(names):
         raise ValueError(f"collect_traces.answered_by {names}: name {LOCAL} or served models, each once")
-    if config.server_api not in SERVER_APIS:
-        raise ValueError(f"collect_traces.server_api {config.server_api!r}: allowed are {' and '.join(SERVER_APIS)}")
     if config.server_concurrency < 1 or config.server_retries < 0 or not config.server_timeout_s > 0:
         raise ValueError(
             f"collect_traces.server_concurrency {config.server_concurrency}, server_retries {config.server_retries}, "

@@ -4,6 +4,6 @@ from reflux.components.declare import container_component
 from reflux.components.evaluate.config import EvaluateConfig
 
 evaluate = container_component(
-    "evaluate", EvaluateConfig, inputs=["bundle", "student", "profile", "traces"], outputs=["scores"], html=["report"],
-    ends_run=True,
+    "evaluate", EvaluateConfig, inputs=["bundle", "student", "profile", "traces"], outputs=["scores"],
+    html={"report": "report.html"}, ends_run=True,
 )  # fmt: skip

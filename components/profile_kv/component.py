@@ -3,4 +3,6 @@
 from reflux.components.declare import container_component
 from reflux.components.profile_kv.config import ProfileKvConfig
 
-profile_kv = container_component("profile_kv", ProfileKvConfig, inputs=["traces"], outputs=["profile"])
+profile_kv = container_component(
+    "profile_kv", ProfileKvConfig, inputs=["traces"], outputs=["profile"], html={"plots": "profile.html"}
+)

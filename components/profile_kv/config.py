@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reflux.components.declare import source
+from reflux.components.declare import check_choices, choice, source
 
 STAGE_VERSION = "2"
 
@@ -34,10 +34,10 @@ class ProfileKvConfig:
     """Tokens decoded in each."""
     cost_rounds: int = 3
     """Times that they are decoded, each once bare and once with the cache timed. Medians are over rounds."""
-    cost_device: str = "cpu"
-    """cpu or cuda: where they are decoded. Everything else is computed on the CPU."""
-    power_profile: str = "general"
-    """What the field of use asks of compute power: general, medical, code or edge."""
+    cost_device: str = choice("cpu", DEVICES)
+    """Where they are decoded. Everything else is computed on the CPU."""
+    power_profile: str = choice("general", POWER_PROFILES)
+    """What the field of use asks of compute power."""
     power_coefficients: list[float] = field(default_factory=list)
     """Alpha, beta and gamma of attention, FFN and cost, not negative, sum 1. Empty: the knee of the measured front,
     which is as little repeatable as the measurement."""
@@ -58,9 +58,7 @@ class ProfileKvConfig:
                 raise ValueError(f"profile_kv.{name} {getattr(self, name)}: must not be negative")
         if not 2 <= self.activation_bits <= 8:
             raise ValueError(f"profile_kv.activation_bits {self.activation_bits}: must be 2 to 8")
-        for name, allowed in (("cost_device", DEVICES), ("power_profile", POWER_PROFILES)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"profile_kv.{name} {getattr(self, name)!r}: allowed are {', '.join(allowed)}")
+        check_choices(self)
         given = self.power_coefficients
         if given and (len(given) != 3 or min(given) < 0 or abs(sum(given) - 1) > 1e-6):
             raise ValueError(f"profile_kv.power_coefficients {given}: must be three numbers, not negative, with sum 1")

@@ -27,8 +27,10 @@ class BrewStrongTeaConfig:
     sizes: list[int] = declare.setting([1, 2])
     rates: list[float] = field(default_factory=list)
     pot: str = declare.setting("steel")
+    milk: str = declare.choice("none", ("none", "first", "last"))
 
     def __post_init__(self) -> None:
+        declare.check_choices(self)
         if self.minutes <= 0:
             raise ValueError(f"brew_strong_tea.minutes: {self.minutes} is not above 0")
 
@@ -55,6 +57,7 @@ def test_values_arrive_as_kfp_sends_them() -> None:
         ({"sizes": [1, 2.5]}, r"sizes: 2\.5 is not a whole number"),
         ({"minutes": -1}, r"minutes: -1\.0 is not above 0"),
         ({"minutes": None}, r"minutes: None is not a finite number"),
+        ({"milk": "both"}, r"brew_strong_tea\.milk 'both': allowed are none, first, last"),
     ],
 )
 def test_bad_values_are_refused_by_name(values: dict[str, object], message: str) -> None:
@@ -69,7 +72,9 @@ def test_missing_value_is_named() -> None:
 
 def test_roles_split_the_fields() -> None:
     config = BrewStrongTeaConfig(minutes=3)  # an int where a float is declared
-    assert declare.key_fields(config) == {"minutes": 3.0, "cups": 2, "sweet": False, "spices": ["clove"], "rates": []}
+    assert declare.key_fields(config) == {
+        "minutes": 3.0, "cups": 2, "sweet": False, "spices": ["clove"], "rates": [], "milk": "none",
+    }  # fmt: skip
     assert type(declare.key_fields(config)["minutes"]) is float
     assert declare.other_fields(config) == {"sizes": [1, 2], "pot": "steel"}
     assert declare.source_fields(config) == {"tea": "builtin:green"}
@@ -84,6 +89,7 @@ def test_command_line_reads_the_same_fields() -> None:
     text = parser.format_help()
     assert "Minutes in the pot" in text
     assert '["clove"]' in text
+    assert "--milk none|first|last" in text
 
 
 def test_command_line_names_field_and_value(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,13 +102,15 @@ def test_command_line_names_field_and_value(capsys: pytest.CaptureFixture[str]) 
 
 def test_component_has_one_parameter_per_field_and_takes_the_executor_input() -> None:
     component = declare.container_component(
-        "brew", BrewStrongTeaConfig, inputs=["water"], outputs=["brew"], html=["report"]
+        "brew", BrewStrongTeaConfig, inputs=["water"], outputs=["brew"], html={"report": "report.html"}
     )
     spec = component.kfp.component_spec
     assert {name: (i.type, i.default) for name, i in spec.inputs.items()} == {
         "water": ("system.Dataset@0.0.1", None),
         "store": ("String", None),
         "run": ("String", None),
+        "job": ("String", ""),
+        "overrides": ("Dict", {}),
         "leaves": ("String", ""),
         "tea": ("String", "builtin:green"),
         "minutes": ("Float", None),
@@ -112,9 +120,12 @@ def test_component_has_one_parameter_per_field_and_takes_the_executor_input() ->
         "sizes": ("List[Integer]", [1, 2]),
         "rates": ("List[Float]", []),
         "pot": ("String", "steel"),
+        "milk": ("String", "none"),
     }
     assert {name: o.type for name, o in spec.outputs.items()} == {
         "brew": "system.Dataset@0.0.1",
+        "metrics": "system.Metrics@0.0.1",
+        "summary": "system.Markdown@0.0.1",
         "report": "system.HTML@0.0.1",
     }
     assert spec.inputs["minutes"].description == "Minutes in the pot, above 0; 100 % of people want 3."

@@ -98,6 +98,48 @@ def test_pages_are_served_from_the_artifact_also_when_reused(tmp_path: Path) -> 
         page.unlink()
 
 
+def test_what_kfps_ui_shows_of_a_stage(tmp_path: Path) -> None:
+    entry.main(brew_flags(tmp_path, "--note", "a | b `c` <b>"))
+    parameters = {"store": str(tmp_path / "store"), "run": "r"}
+    text = executor_input(tmp_path, parameters, {"tea": tmp_path / "tea.json"}, ["cup", "metrics", "summary"])
+    assert entry.main(["toy_stages.pour", "--executor-input", text]) == 0
+    told = json.loads((tmp_path / "task" / "executor_output.json").read_text())["artifacts"]
+    numbers = {"poured": 2.0, "verdict.pass": 1.0}
+    assert told["metrics"]["artifacts"][0]["metadata"] == numbers, "flat numbers: the launcher knows nothing else"
+    assert json.loads((tmp_path / "task" / "metrics").read_text()) == numbers
+    assert told["summary"]["artifacts"][0]["metadata"] == {}
+    page = (tmp_path / "task" / "summary").read_text()
+    assert page.startswith("# pour: made\n")
+    digest = Artifact.load(Store.open(str(tmp_path / "store")), (tmp_path / "tea.json").read_bytes()).digest
+    for line in (
+        "| `poured` | `2` |",
+        f"| `tea` | `brew` | `{digest}` |",
+        "| `report.html` | `1` |",
+        "| `cups` | `2` |",
+    ):
+        assert line in page
+    entry.main(["toy_stages.pour", "--executor-input", text])
+    assert (tmp_path / "task" / "summary").read_text().startswith("# pour: found in the store, not made again\n")
+
+    by_hand = [*brew_flags(tmp_path, "--note", "a | b `c` <b>"), "--out-summary", str(tmp_path / "page.md")]
+    assert entry.main(by_hand) == 0
+    assert r"| `note` | `a \| b 'c' <b>` |" in (tmp_path / "page.md").read_text(), "a code span, and no end of a cell"
+
+
+def test_a_run_without_a_name_has_that_of_its_job_and_overrides_are_laid_over(tmp_path: Path) -> None:
+    brew = entry.load("toy_stages.brew")
+    parameters = {"store": "s", "run": "", "job": "8f14", "minutes": 3.0}
+    changes = {"overrides": {"brew": {"minutes": 10.0}, "pour": {"cups": 1.0}}}
+
+    def call(**more: Any) -> entry.Call:
+        return entry.parse(brew, ["--executor-input", executor_input(tmp_path, parameters | more, {}, ["tea"])])
+
+    assert (call().run, call(run="mine").run) == ("8f14", "mine")
+    assert (call().config.minutes, call(**changes).config.minutes) == (3, 10)
+    with pytest.raises(ValueError, match=r"brew\.minutes: 10\.5 is not a whole number"):
+        call(overrides={"brew": {"minutes": 10.5}})
+
+
 def test_inputs_are_compared_with_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entry.main(brew_flags(tmp_path))
     manifest = tmp_path / "tea.json"

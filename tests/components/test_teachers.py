@@ -281,7 +281,7 @@ def test_several_teachers_answer_every_prompt(
         ({"server_urls": ["http://host/v1?key=hush"]}, "the one at host must be .* without user"),
         ({"server_key_variables": ["sk-hush"]}, "holds something that is no name of an environment variable"),
         ({"server_key_variables": ["A", "B"]}, "server_key_variables: 2 are given for 1"),
-        ({"server_api": "grpc"}, "server_api 'grpc': allowed are completions and chat"),
+        ({"server_api": "grpc"}, "server_api 'grpc': allowed are completions, chat"),
         ({"server_concurrency": 0}, "server_concurrency 0"),
         ({"server_retries": -1}, "server_retries -1"),
         ({"server_timeout_s": 0.0}, "server_timeout_s 0.0"),

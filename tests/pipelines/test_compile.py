@@ -15,7 +15,7 @@ from kfp.components import load_component_from_text
 
 from reflux.components.declare import IMAGE
 from reflux.pipelines import recipes
-from reflux.pipelines.compile import compile_to_text
+from reflux.pipelines.compile import compile_recipe, compile_to_text, require_equal
 from reflux.pipelines.distillation import distillation
 
 # a person who only submits runs has none of these, so importing them is made an error
@@ -26,14 +26,18 @@ for name in ("torch", "triton", "pyarrow", "mlflow", "transformers", "boto3"):
 from reflux.pipelines import recipes
 from reflux.pipelines.compile import compile_to_text
 from reflux.pipelines.distillation import distillation
-from reflux.pipelines.distillation import distillation
 from reflux.pipelines.recipes import RECIPES
-sys.stdout.write(compile_to_text(distillation(RECIPES["demo"]())))
+sys.stdout.write(compile_to_text(distillation(RECIPES["demo"](), name="demo")))
 """
-PARAMETERS = {"store", "run", "teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri", "entity_model"}
-REQUIRED = {"store", "run"}
-EDGES = {  # task -> the tasks whose artifacts it reads
-    "collect-traces": set(),
+SOURCES = {"teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri", "entity_model"}
+FORM = {  # parameter -> its type; KFP's form shows name and type
+    **dict.fromkeys({"store", "run", "recipe", "objective"} | SOURCES, "STRING"),
+    "overrides": "STRUCT",
+}
+REQUIRED = {"store"}
+EDGES = {  # task -> the tasks that it waits for
+    "prerequisites": set(),
+    "collect-traces": {"prerequisites"},
     "profile-kv": {"collect-traces"},
     "ingest-labels": {"collect-traces"},
     "distill": {"collect-traces", "profile-kv", "ingest-labels"},
@@ -66,13 +70,34 @@ def test_equal_bytes_whatever_the_hash_seed(text: str) -> None:
 
 def test_kfp_loads_it(text: str) -> None:
     component = load_component_from_text(text)
-    assert set(component.component_spec.inputs) == PARAMETERS
+    assert set(component.component_spec.inputs) == set(FORM)
 
 
-def test_few_parameters_with_defaults(spec: Any) -> None:
+def test_the_form(spec: Any) -> None:
+    """Few parameters with defaults, and a drop-down where there is a choice."""
     parameters = spec["root"]["inputDefinitions"]["parameters"]
-    assert set(parameters) == PARAMETERS
+    assert {name: parameter["parameterType"] for name, parameter in parameters.items()} == FORM
     assert {name for name, parameter in parameters.items() if "defaultValue" not in parameter} == REQUIRED
+    choices = {name: parameter["literals"] for name, parameter in parameters.items() if "literals" in parameter}
+    assert set(choices) == {"recipe", "objective"}
+    assert choices["recipe"] == ["demo"]
+    assert {"beta_jsd", "forward_kl", "reverse_kl"} <= set(choices["objective"])
+    assert all(parameters[name]["defaultValue"] in allowed for name, allowed in choices.items())
+    assert parameters["overrides"]["defaultValue"] == {}
+
+
+def test_every_stage_shows_its_numbers_and_a_page(spec: Any) -> None:
+    shown = {}
+    for name, component in spec["components"].items():
+        artifacts = component.get("outputDefinitions", {}).get("artifacts", {})
+        shown[name.removeprefix("comp-")] = {n: a["artifactType"]["schemaTitle"] for n, a in artifacts.items()}
+    assert shown.pop("prerequisites") == {}
+    for artifacts in shown.values():
+        assert artifacts["metrics"] == "system.Metrics"
+        assert artifacts["summary"] == "system.Markdown"
+        assert list(artifacts.values()).count("system.Dataset") == 1
+    pages = {name: [n for n, title in artifacts.items() if title == "system.HTML"] for name, artifacts in shown.items()}
+    assert {name: found for name, found in pages.items() if found} == {"evaluate": ["report"], "profile-kv": ["plots"]}
 
 
 def test_the_graph(spec: Any) -> None:
@@ -106,17 +131,37 @@ def test_every_field_of_a_config_is_given_as_a_constant_or_from_the_pipeline(spe
         declared = spec["components"][task["componentRef"]["name"]]["inputDefinitions"]["parameters"]
         given = task["inputs"]["parameters"]
         assert set(given) == set(declared)
-        for name in {"store", "run", "teacher", "prompts_uri", "labels_uri", "eval_text_uri", "entity_model"} & set(
-            given
-        ):
+        for name in set(FORM) & set(given):
             assert given[name] == {"componentInputParameter": name}
         assert given.get("student_uri", {"componentInputParameter": "student"}) == {
             "componentInputParameter": "student"
         }
+        assert given["job"] == {"runtimeValue": {"constant": "{{$.pipeline_job_uuid}}"}}, (
+            "whole, so that it is resolved"
+        )
+
+
+def test_who_has_checked_needs_no_task_for_it() -> None:
+    spec = next(yaml.safe_load_all(compile_to_text(distillation(recipes.demo(), name="demo", checked=True))))
+    assert set(spec["root"]["dag"]["tasks"]) == set(EDGES) - {"prerequisites"}
+
+
+def test_what_leaves_for_a_cluster_is_checked_twice() -> None:
+    text = compile_recipe("demo", recipes.demo(), store="s3://bucket/reflux")
+    (default,) = [
+        parameter["defaultValue"]
+        for name, parameter in next(yaml.safe_load_all(text))["root"]["inputDefinitions"]["parameters"].items()
+        if name == "store"
+    ]
+    assert default == "s3://bucket/reflux"
+    with pytest.raises(ValueError, match=r"collect-traces, image: reflux-python-cpu:.*; a tag is a name that moves"):
+        compile_recipe("demo", recipes.demo(), require_digests=True)
+    with pytest.raises(ValueError, match="line 2 is 'b' in one and 'c' in the other"):
+        require_equal("a\nb\n", "a\nc\n")
 
 
 def test_an_image_of_your_own() -> None:
-    text = compile_to_text(distillation(recipes.demo(), "registry/python-mine@sha256:ab"))
+    text = compile_to_text(distillation(recipes.demo(), "registry/python-mine@sha256:ab", name="demo"))
     executors = next(yaml.safe_load_all(text))["deploymentSpec"]["executors"].values()
     assert {executor["container"]["image"] for executor in executors} == {"registry/python-mine@sha256:ab"}
 

@@ -1,0 +1,198 @@
+"""Every rule of the lint, on what KFP itself compiles: it accepts all of these without a word."""
+
+# no `from __future__ import annotations`: KFP reads the signatures of these functions
+
+import json
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+from kfp import dsl
+
+from reflux.pipelines import ir_lint, recipes
+from reflux.pipelines.compile import compile_to_text
+from reflux.pipelines.distillation import distillation
+from reflux.pipelines.ir_lint import lint
+
+DIGEST = "registry/python-say@sha256:" + "ab" * 32
+
+
+@dsl.container_component
+def say(text: str, also: dict = {}) -> dsl.ContainerSpec:  # noqa: B006
+    return dsl.ContainerSpec(image=DIGEST, command=["python3"], args=["--text", text, "--also", also])
+
+
+def compiled(body: Callable[..., None], *, cached: bool = False) -> str:
+    """A pipeline of that body, its tasks without KFP's cache."""
+
+    @dsl.pipeline(name="talk")
+    def talk(word: str = "hello") -> None:
+        for task in body(word):
+            task.set_caching_options(cached)
+
+    return compile_to_text(talk)
+
+
+def found(text: str, **options: Any) -> list[str]:
+    return [str(finding) for finding in lint(text, **options)]
+
+
+def spoken(*args: Any, image: str = DIGEST, **component: Any) -> str:
+    """A pipeline of one container with these arguments."""
+
+    @dsl.container_component
+    def speak() -> dsl.ContainerSpec:
+        return dsl.ContainerSpec(image=image, command=["python3"], args=list(args))
+
+    return compiled(lambda word: [speak()])
+
+
+def test_our_own_pipeline_is_clean() -> None:
+    text = compile_to_text(distillation(recipes.demo(), name="demo"))
+    assert found(text) == []
+    (first, *_) = found(text, require_digests=True)
+    assert first.startswith("calibrate, image: reflux-python-cpu:"), "its default image is a tag"
+    assert found(compile_to_text(distillation(recipes.demo(), DIGEST, name="demo")), require_digests=True) == []
+
+
+@pytest.mark.parametrize(
+    "placeholder",
+    [
+        dsl.PIPELINE_JOB_ID_PLACEHOLDER, dsl.PIPELINE_JOB_NAME_PLACEHOLDER, dsl.PIPELINE_JOB_RESOURCE_NAME_PLACEHOLDER,
+        dsl.PIPELINE_TASK_NAME_PLACEHOLDER, dsl.PIPELINE_TASK_ID_PLACEHOLDER,
+        dsl.PIPELINE_JOB_CREATE_TIME_UTC_PLACEHOLDER, dsl.PIPELINE_JOB_SCHEDULE_TIME_UTC_PLACEHOLDER,
+    ],
+)  # fmt: skip
+def test_a_placeholder_is_resolved_only_as_a_whole_value(placeholder: str) -> None:
+    assert found(compiled(lambda word: [say(text=placeholder)])) == []
+    assert found(compiled(lambda word: [say(text=f"run-{placeholder}")])) == [
+        f"say, input text: run-{placeholder}; {placeholder} is resolved only where it is the whole value; "
+        "pass it as an input of its own"
+    ]
+    (nested,) = found(compiled(lambda word: [say(text="hello", also={"deep": [placeholder]})]))
+    assert nested.startswith(f"say, input also: {placeholder}; ")
+
+
+@pytest.mark.parametrize(
+    "placeholder", [dsl.PIPELINE_ROOT_PLACEHOLDER, dsl.PIPELINE_TASK_EXECUTOR_OUTPUT_PATH_PLACEHOLDER]
+)
+def test_some_placeholders_are_resolved_nowhere(placeholder: str) -> None:
+    (as_input,) = found(compiled(lambda word: [say(text=placeholder)]))
+    assert as_input.startswith(f"say, input text: {placeholder}; a cluster does not resolve {placeholder}")
+    (as_argument,) = found(spoken("--out", placeholder))
+    assert as_argument.startswith(f"speak, args[1]: {placeholder}; a cluster does not resolve {placeholder}")
+
+
+def test_a_job_placeholder_is_not_resolved_in_an_argument_or_a_variable() -> None:
+    (argument,) = found(spoken(dsl.PIPELINE_JOB_ID_PLACEHOLDER))
+    assert argument.startswith("speak, args[0]: {{$.pipeline_job_uuid}}; ")
+    assert argument.endswith("make it an input, as a whole value")
+
+    def with_variable(word: str) -> list[Any]:
+        return [say(text="x").set_env_variable("RUN", dsl.PIPELINE_JOB_ID_PLACEHOLDER)]
+
+    (variable,) = found(compiled(with_variable))
+    assert variable.startswith("say, env RUN: {{$.pipeline_job_uuid}}; no placeholder is resolved in a variable")
+
+
+def test_a_value_joined_with_another() -> None:
+    (joined,) = found(compiled(lambda word: [say(text=f"well, {word}")]))
+    assert "a value inside a longer one is substituted by chance" in joined
+
+
+def test_what_the_launcher_resolves_is_allowed() -> None:
+    @dsl.container_component
+    def copy(text: str, source: dsl.Input[dsl.Dataset], target: dsl.Output[dsl.Dataset], out: dsl.OutputPath(str)):  # type: ignore[valid-type,no-untyped-def]
+        everything = [
+            source.uri,
+            source.path,
+            target.uri,
+            target.path,
+            out,
+            dsl.PIPELINE_TASK_EXECUTOR_INPUT_PLACEHOLDER,
+        ]
+        return dsl.ContainerSpec(image=DIGEST, command=["python3"], args=[f"--text={text}", *everything])
+
+    def body(word: str) -> list[Any]:
+        data = dsl.importer(artifact_uri="s3://bucket/data", artifact_class=dsl.Dataset)
+        return [data, copy(text=word, source=data.output)]
+
+    assert found(compiled(body)) == []
+
+
+def test_concat_and_if_present() -> None:
+    @dsl.container_component
+    def perhaps(text: str = "", data: dsl.Input[dsl.Dataset] = None) -> dsl.ContainerSpec:  # type: ignore[assignment]
+        of_a_text = dsl.IfPresentPlaceholder(input_name="text", then=["--text", text])
+        of_data = dsl.IfPresentPlaceholder(input_name="data", then=["--data", data.uri], else_=["--none"])
+        joined = dsl.IfPresentPlaceholder(input_name="text", then=[dsl.ConcatPlaceholder(["a-", text])])
+        return dsl.ContainerSpec(image=DIGEST, command=["python3"], args=[of_a_text, of_data, joined])
+
+    data, joined = found(compiled(lambda word: [perhaps(text="x")]))
+    assert data.startswith('perhaps, args[1]: {"IfPresent"')
+    assert "of an artifact a cluster always takes Else" in data
+    assert joined.startswith('perhaps, args[2]: {"Concat"')
+
+
+def test_kfps_cache() -> None:
+    on = compiled(lambda word: [say(text="x")], cached=True)
+    assert found(on) == [
+        "say, cachingOptions: enableCache: true; KFP's cache compares addresses and hides a file that changed; "
+        ".set_caching_options(False)"
+    ]
+    spec = yaml.safe_load(on)
+    del spec["root"]["dag"]["tasks"]["say"]["cachingOptions"]
+    assert "cachingOptions: absent" in found(yaml.safe_dump(spec))[0]
+
+
+def test_tasks_inside_loops_are_looked_at() -> None:
+    def loop(word: str) -> list[Any]:
+        with dsl.ParallelFor([1, 2]):
+            return [say(text=f"x{dsl.PIPELINE_JOB_ID_PLACEHOLDER}")]
+
+    (finding,) = found(compiled(loop))
+    assert re.match(r"for-loop-\d+/say, input text: ", finding)
+
+
+def test_images() -> None:
+    assert found(spoken(image="registry/python-say:1.0")) == []
+    (tag,) = found(spoken(image="registry/python-say:1.0"), require_digests=True)
+    assert tag.startswith("speak, image: registry/python-say:1.0; a tag is a name that moves")
+
+    def chosen(word: str) -> list[Any]:
+        return [say(text="x").set_container_image(word)]
+
+    assert found(compiled(chosen)) == []
+    (by_the_form,) = found(compiled(chosen), require_digests=True)
+    assert "so no digest can be required" in by_the_form
+
+
+def test_sizes() -> None:
+    long = "x" * int(ir_lint.ARGUMENT_BYTES * ir_lint.NEAR + 1)
+    places = [finding.split(": ")[0] for finding in found(compiled(lambda word: [say(text=long)]))]
+    assert places == ["the pipeline, component root", "say, executor input"]
+    assert "speak, args[0]" in [finding.split(": ")[0] for finding in found(spoken(long))]
+    (whole,) = [f for f in found(spoken(*["x" * 1000] * 1100)) if f.startswith("the pipeline, size")]
+    assert "a specification stays below 1,000,000 bytes" in whole
+
+
+def test_a_default_of_the_form_is_not_resolved() -> None:
+    spec = yaml.safe_load(compiled(lambda word: [say(text=word)]))
+    spec["root"]["inputDefinitions"]["parameters"]["word"]["defaultValue"] = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+    (finding,) = found(json.dumps(spec))
+    assert finding.startswith("the pipeline, default of word: {{$.pipeline_job_uuid}}; ")
+
+
+def test_objects_of_kubernetes_hold_specifications_too() -> None:
+    spec = yaml.safe_load(compiled(lambda word: [say(text="x")], cached=True))
+    version = {"kind": "PipelineVersion", "spec": {"pipelineName": "talk", "pipelineSpec": spec}}
+    assert len(found(yaml.safe_dump_all([{"kind": "Pipeline"}, version]))) == 1
+
+
+@pytest.mark.parametrize("text", ["", "a: b", "[1]", "a: [", os.linesep])
+def test_what_is_no_specification(text: str) -> None:
+    with pytest.raises(ValueError, match="not a KFP specification: "):
+        lint(text)
