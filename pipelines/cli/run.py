@@ -70,7 +70,7 @@ def run(
     from reflux.pipelines.run import StageError, run_recipe  # heavy, so after everything that is quickly refused
 
     try:
-        passed = runconfigured(recipe, full, ref, data_dir=data_dir, name=name, containers=containers)
+        passed = run_recipe(recipe, full, ref, data_dir=data_dir, name=name, containers=containers)
     except StageError as error:
         advice = f"\n{CONTINUES}" if error.may_pass else ""
         raise click.ClickException(f"stage {error}{advice}") from error
