@@ -1,11 +1,11 @@
-"""The command line: reflux run | report | label-tasks | compile | lineage | doctor | store.
+"""The command line: reflux run | report | label-tasks | compile | submit | watch | schedule | lineage | …
 
 Commands stand in cli/, a file for each kind. They are thin: each parses, calls one function of its module, prints.
 Modules are imported inside the commands, so that `reflux --help` starts at once and a command needs no more packages
 than its own work does.
 
 Exit codes: 0 done; 1 a stage failed or an object does not match; 2 the command or its input is wrong; 3 the run is
-complete and its gate says fail; 130 interrupted.
+complete and its gate says fail; 4 a run on a cluster was lost sight of; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from reflux.pipelines.cli import kubeflow, results, run, store
+from reflux.pipelines.cli import kubeflow, results, run, schedule, store, submit
 
 
 class WrongInput(click.ClickException):
@@ -47,6 +47,9 @@ COMMANDS = (
     results.report,
     results.label_tasks,
     kubeflow.compile_,
+    submit.submit,
+    submit.watch,
+    schedule.schedule,
     results.lineage,
     run.doctor,
     store.store,

@@ -1,0 +1,62 @@
+"""A compiled pipeline as it is sent to a cluster, and what its own text says: inputs, tasks, digest.
+
+What the cluster gets is this text and nothing else, so everything that is checked before sending is read from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from reflux.pipelines.compile import compile_recipe
+from reflux.pipelines.recipes import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """The YAML text of a pipeline. The second document of the text, if there is one, is for Kubernetes."""
+
+    text: str
+
+    @functools.cached_property
+    def spec(self) -> dict[str, Any]:
+        """KFP's pipeline specification."""
+        first: dict[str, Any] = next(yaml.safe_load_all(self.text))
+        return first
+
+    @property
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """The inputs of the pipeline: name -> its definition."""
+        return parameters(self.spec)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the text, in hexadecimal digits: equal recipes compile to equal bytes."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def of_recipe(name: str, recipe: Recipe, *, image: str = "", require_digests: bool = False) -> Package:
+    """Compile. ValueError for what no cluster could run."""
+    return Package(text=compile_recipe(name, recipe, image=image, require_digests=require_digests))
+
+
+def parameters(spec: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The inputs that a pipeline's specification declares."""
+    found: dict[str, dict[str, Any]] = spec.get("root", {}).get("inputDefinitions", {}).get("parameters", {})
+    return found
+
+
+def tasks(spec: Mapping[str, Any]) -> set[str]:
+    """The names of all tasks that people wrote, those inside loops and conditions included."""
+    return set(_tasks(spec["root"], spec.get("components", {})))
+
+
+def _tasks(component: Mapping[str, Any], components: Mapping[str, Any]) -> Iterator[str]:
+    for name, task in component.get("dag", {}).get("tasks", {}).items():
+        yield name
+        yield from _tasks(components.get(task["componentRef"]["name"], {}), components)

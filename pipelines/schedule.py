@@ -1,0 +1,286 @@
+"""Schedules on a cluster, made to be like their declarations: created, left alone, replaced, paused, deleted.
+
+The API cannot change a schedule, only make, switch and delete one, and deleting one can end the runs that it started,
+which Kubernetes counts as its parts. So a changed schedule is replaced in this order: the new one is made switched
+off, the old one is switched off, the new one on, and the old one is deleted once none of its runs is in flight, if need
+be by a later apply. A schedule that reflux made carries a mark in its description with the sha256 of what was asked
+for; no other is ever touched.
+
+A schedule names its pipeline and no version. KFP then looks up the newest version for each run; with a version it keeps
+the workflow as it was compiled on the day of the schedule, old images of KFP's own included, or, where the server has a
+plugin such as MLflow's, may forget the parameters.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import kfp_server_api
+import yaml
+from kfp_server_api import (
+    RecurringRunMode,
+    V2beta1CronSchedule,
+    V2beta1PipelineVersionReference,
+    V2beta1RecurringRun,
+    V2beta1RuntimeConfig,
+    V2beta1Trigger,
+)
+
+from reflux.pipelines import arguments, kfp_api, package, recipes, registration, watch
+from reflux.pipelines.kfp_api import Api
+from reflux.pipelines.package import Package
+from reflux.pipelines.schedule_file import Schedule
+
+_MARK = "[reflux schedule of {kind} {source}, times in {zone}, sha256:{digest}]"
+_MARKED = re.compile(
+    r"\[reflux schedule of (?P<kind>\w+) (?P<source>\S+), times in (?P<zone>\S+), sha256:(?P<digest>[0-9a-f]{64})\]$"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A declaration whose pipeline is known. `package` is None where the pipeline is registered already."""
+
+    schedule: Schedule
+    package: Package | None
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A schedule on the server that reflux made. `body` is what the API says of it."""
+
+    id: str
+    name: str
+    enabled: bool
+    source: str
+    time_zone: str
+    digest: str
+    body: Any
+
+
+def wanted(api: Api, schedule: Schedule, texts: Iterable[str] = ()) -> Wanted:
+    """Compile, or look the pipeline up, and check the parameters; `texts` are more of them, as NAME=VALUE."""
+    made: Package | None = None
+    try:
+        if schedule.recipe:
+            recipe = recipes.overridden(recipes.named(schedule.recipe), schedule.changes)
+            made = package.of_recipe(schedule.recipe, recipe, image=schedule.image)
+            inputs = made.parameters
+        else:
+            inputs = _inputs(api, schedule.pipeline)
+        values = arguments.check(inputs, {**schedule.parameters, **arguments.parse(inputs, texts)})
+    except ValueError as error:
+        raise ValueError(f"{schedule.name}: {error}") from error
+    return Wanted(schedule=schedule, package=made, values=values)
+
+
+def apply(api: Api, asked: Wanted) -> None:
+    """Make the cluster's schedule of that name like the declaration."""
+    schedule = asked.schedule
+    body, digest = _body(api, asked)
+    there = found(api, schedule.name)
+    same = next((each for each in there if each.digest == digest), None)
+    replaced = [each for each in there if each is not same]
+    if same is not None:
+        if same.enabled == schedule.enabled:
+            click.echo(f"schedule {schedule.name}: unchanged")
+        for each in replaced:
+            retire(api, each)
+        if same.enabled != schedule.enabled:
+            switch(api, same, on=schedule.enabled)
+        return
+    if replaced:
+        _show_difference(replaced[0], body)
+    body.mode = RecurringRunMode.ENABLE if schedule.enabled and not replaced else RecurringRunMode.DISABLE
+    made = kfp_api.change(
+        api,
+        f"create schedule {schedule.name}",
+        api.client.recurring_runs.recurring_run_service_create_recurring_run,
+        recurring_run=body,
+    )
+    for each in (each for each in replaced if each.enabled):
+        switch(api, each, on=False)
+    if schedule.enabled and replaced:
+        method = api.client.recurring_runs.recurring_run_service_enable_recurring_run
+        new_id = made.recurring_run_id if made else f"<schedule {schedule.name}>"
+        kfp_api.change(api, f"switch on schedule {schedule.name}", method, recurring_run_id=new_id)
+    for each in replaced:
+        _delete_when_idle(api, each)
+
+
+def prune(api: Api, names: Collection[str]) -> None:
+    """Delete every schedule that reflux made and that is not one of `names`."""
+    for each in found(api):
+        if each.name not in names:
+            retire(api, each)
+
+
+def retire(api: Api, old: Found) -> None:
+    """Switch a schedule off, and delete it unless a run of it is in flight."""
+    if old.enabled:
+        switch(api, old, on=False)
+    _delete_when_idle(api, old)
+
+
+def delete(api: Api, old: Found) -> None:
+    """Delete a schedule. ValueError if a run of it is in flight; then it is switched off only."""
+    if old.enabled:
+        switch(api, old, on=False)
+    running = in_flight(api, old)
+    if running:
+        raise ValueError(
+            f"schedule {old.name}: switched off, but not deleted, because that could end its run {running[0]}; "
+            f"delete it again when that has ended"
+        )
+    _delete(api, old)
+
+
+def switch(api: Api, schedule: Found, *, on: bool) -> None:
+    """Let it start runs, or not. A run in flight goes on either way."""
+    service = api.client.recurring_runs
+    method = (
+        service.recurring_run_service_enable_recurring_run
+        if on
+        else service.recurring_run_service_disable_recurring_run
+    )
+    what = f"switch {'on' if on else 'off'} schedule {schedule.name}"
+    kfp_api.change(api, what, method, recurring_run_id=schedule.id)
+
+
+def found(api: Api, name: str = "") -> list[Found]:
+    """The schedules that reflux made, the newest first; with `name`, those of that name."""
+    filtered = {"filter": kfp_api.equals("display_name", name)} if name else {}
+    method = api.client.recurring_runs.recurring_run_service_list_recurring_runs
+    listed = kfp_api.every(
+        api, method, "recurring_runs", sort_by="created_at desc", **filtered, **kfp_api.in_namespace(api)
+    )
+    return [each for each in map(_found, listed) if each is not None]
+
+
+def named(api: Api, name: str) -> Found:
+    """The current schedule of that name. ValueError if reflux made none."""
+    there = found(api, name)
+    if not there:
+        known = ", ".join(sorted({each.name for each in found(api)})) or "none"
+        raise ValueError(f"schedule {name!r}: reflux has made none of that name here; there are: {known}")
+    return there[0]
+
+
+def in_flight(api: Api, schedule: Found) -> list[str]:
+    """The names of its runs that have not ended."""
+    runs = kfp_api.every(
+        api,
+        api.client.runs.run_service_list_runs,
+        "runs",
+        filter=kfp_api.equals("recurring_run_id", schedule.id),
+        **kfp_api.in_namespace(api),
+    )
+    return [run.display_name for run in runs if run.state not in watch.ENDED]
+
+
+def _body(api: Api, asked: Wanted) -> tuple[Any, str]:
+    """What is sent to make it, and the sha256 over all of it but whether it is on: the identity of a schedule."""
+    schedule = asked.schedule
+    if asked.package is not None:
+        standing = registration.prepare(
+            api, pipeline=schedule.name, package=asked.package, experiment=schedule.experiment, latest=True
+        )
+        pipeline_id, experiment_id = standing.pipeline_id, standing.experiment_id
+    else:
+        pipeline_id = registration.find_pipeline(api, schedule.pipeline)
+        experiment_id = registration.find_experiment(api, schedule.experiment)
+        experiment_id = experiment_id or registration.create_experiment(api, schedule.experiment)
+    body = V2beta1RecurringRun(
+        display_name=schedule.name,
+        experiment_id=experiment_id,
+        pipeline_version_reference=V2beta1PipelineVersionReference(pipeline_id=pipeline_id),
+        runtime_config=V2beta1RuntimeConfig(parameters=asked.values, pipeline_root=schedule.pipeline_root or None),
+        service_account=schedule.service_account or None,
+        trigger=V2beta1Trigger(cron_schedule=V2beta1CronSchedule(cron=schedule.cron)),
+        max_concurrency=str(schedule.max_concurrency),
+        no_catchup=not schedule.catch_up,
+    )
+    identity = {"body": _plain(body), "description": schedule.description, "time_zone": schedule.time_zone}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    kind, source = ("recipe", schedule.recipe) if schedule.recipe else ("pipeline", schedule.pipeline)
+    mark = _MARK.format(kind=kind, source=source, zone=schedule.time_zone, digest=digest)
+    body.description = f"{schedule.description}\n{mark}".strip()
+    return body, digest
+
+
+def _inputs(api: Api, pipeline: str) -> dict[str, dict[str, Any]]:
+    pipeline_id = registration.find_pipeline(api, pipeline)
+    version = registration.newest_version(api, pipeline_id) if pipeline_id else None
+    if version is None:
+        raise ValueError(f"pipeline {pipeline!r}: {'has no version' if pipeline_id else 'is not registered'} here")
+    return package.parameters(watch.inner(version.pipeline_spec))
+
+
+def _found(body: Any) -> Found | None:
+    mark = _MARKED.search(body.description or "")
+    if mark is None:
+        return None
+    return Found(
+        id=body.recurring_run_id,
+        name=body.display_name,
+        enabled=body.status == "ENABLED",
+        source=f"{mark['kind']} {mark['source']}",
+        time_zone=mark["zone"],
+        digest=mark["digest"],
+        body=body,
+    )
+
+
+def _delete_when_idle(api: Api, old: Found) -> None:
+    running = in_flight(api, old)
+    if running:
+        click.echo(
+            f"schedule {old.name}: the one before is off and stays until {running[0]} has ended; apply again then"
+        )
+    else:
+        _delete(api, old)
+
+
+def _delete(api: Api, old: Found) -> None:
+    kfp_api.change(
+        api,
+        f"delete schedule {old.name}",
+        api.client.recurring_runs.recurring_run_service_delete_recurring_run,
+        recurring_run_id=old.id,
+        propagation_policy="ORPHAN",  # a run that began this moment goes on; servers before 2.17 do not know the word
+    )
+
+
+def _show_difference(old: Found, new: Any) -> None:
+    """What the replacement changes, field by field."""
+    before, after = (yaml.safe_dump(_compared(body), sort_keys=True).splitlines() for body in (old.body, new))
+    for line in difflib.unified_diff(
+        before, after, f"{old.name} on the cluster", f"{old.name} as declared", lineterm=""
+    ):
+        click.echo(line)
+
+
+def _compared(body: Any) -> dict[str, Any]:
+    told = _plain(body)
+    keys = (
+        "description",
+        "experiment_id",
+        "pipeline_version_reference",
+        "runtime_config",
+        "service_account",
+        "trigger",
+    )
+    return {key: told[key] for key in (*keys, "max_concurrency", "no_catchup") if told.get(key) not in (None, "", {})}
+
+
+def _plain(body: Any) -> dict[str, Any]:
+    told: dict[str, Any] = kfp_server_api.ApiClient().sanitize_for_serialization(body)
+    return told

@@ -1,0 +1,79 @@
+"""One run on a cluster: everything that can be wrong is found before anything is made, then the run is created.
+
+The run is pinned to the version that was compiled here, so that what was asked for is what runs, whatever is uploaded
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kfp_server_api import V2beta1PipelineVersionReference, V2beta1Run, V2beta1RuntimeConfig
+
+from reflux.pipelines import arguments, kfp_api, registration
+from reflux.pipelines.kfp_api import Api
+from reflux.pipelines.package import Package
+
+UI_VARIABLE = "KF_PIPELINES_UI_ENDPOINT"
+"""kfp's own name for the address that people open, where it is not that of the API."""
+
+RUN_INPUT = "run"
+"""The pipeline's input that names the run in MLflow and in the store's records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A run as it is asked for. "" leaves pipeline root and service account to the server."""
+
+    package: Package
+    pipeline: str
+    name: str
+    values: dict[str, Any]
+    experiment: str
+    pipeline_root: str = ""
+    service_account: str = ""
+
+
+def asked(
+    package: Package, *, recipe: str, name: str, pipeline: str, experiment: str, texts: Iterable[str],
+    pipeline_root: str, service_account: str,
+) -> Asked:  # fmt: skip
+    """Check everything that needs no server. ValueError names what is wrong and what is allowed."""
+    name = name or f"{recipe}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    values = arguments.parse(package.parameters, texts)
+    if RUN_INPUT in package.parameters:
+        values.setdefault(RUN_INPUT, name)
+    return Asked(
+        package=package,
+        pipeline=registration.check_name("--pipeline", pipeline or f"reflux-{recipe.replace('_', '-')}"),
+        name=name,
+        values=arguments.check(package.parameters, values),
+        experiment=experiment,
+        pipeline_root=pipeline_root,
+        service_account=service_account,
+    )
+
+
+def submit(api: Api, run: Asked) -> str:
+    """Create the run, and before it what it needs. Its id; "" in a dry run."""
+    standing = registration.prepare(api, pipeline=run.pipeline, package=run.package, experiment=run.experiment)
+    body = V2beta1Run(
+        display_name=run.name,
+        experiment_id=standing.experiment_id,
+        pipeline_version_reference=V2beta1PipelineVersionReference(
+            pipeline_id=standing.pipeline_id, pipeline_version_id=standing.version_id
+        ),
+        runtime_config=V2beta1RuntimeConfig(parameters=run.values, pipeline_root=run.pipeline_root or None),
+        service_account=run.service_account or None,
+    )
+    made = kfp_api.change(api, f"create run {run.name}", api.client.runs.run_service_create_run, run=body)
+    return made.run_id if made else ""
+
+
+def page(api: Api, run_id: str) -> str:
+    """The address of the run in the Pipelines UI, as far as the address of the API tells it."""
+    return f"{os.environ.get(UI_VARIABLE) or api.host}/#/runs/details/{run_id}"

@@ -1,0 +1,72 @@
+"""Arguments of a pipeline reach KFP in the types of its inputs, or are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reflux.pipelines import arguments
+
+INPUTS: dict[str, dict[str, Any]] = {
+    "store": {"parameterType": "STRING"},
+    "steps": {"parameterType": "NUMBER_INTEGER", "defaultValue": 1.0},
+    "rate": {"parameterType": "NUMBER_DOUBLE", "defaultValue": 0.5},
+    "dry": {"parameterType": "BOOLEAN", "defaultValue": False},
+    "layers": {"parameterType": "LIST", "isOptional": True},
+    "overrides": {"parameterType": "STRUCT", "defaultValue": {}},
+    "objective": {"parameterType": "STRING", "defaultValue": "jsd", "literals": ["jsd", "reverse_kl"]},
+}
+
+
+def test_text_becomes_the_type_of_its_input() -> None:
+    texts = [
+        "store=s3://b/p?x=1", "steps=3", "rate=2", "dry=True", "layers=[1, 2]", "objective=reverse_kl",
+        'overrides={"distill": {"max_steps": 2}}',
+    ]  # fmt: skip
+    values = arguments.check(INPUTS, arguments.parse(INPUTS, texts))
+    assert values == {
+        "store": "s3://b/p?x=1", "steps": 3, "rate": 2, "dry": True, "layers": [1, 2], "objective": "reverse_kl",
+        "overrides": {"distill": {"max_steps": 2}},
+    }  # fmt: skip
+    assert {name: type(value) for name, value in values.items() if name in ("steps", "dry")} == {
+        "steps": int,
+        "dry": bool,
+    }
+
+
+def test_a_text_input_stays_text_whatever_it_looks_like() -> None:
+    assert arguments.parse(INPUTS, ["store=true"]) == {"store": "true"}
+    assert arguments.parse(INPUTS, ["store="]) == {"store": ""}
+
+
+@pytest.mark.parametrize("value", [3, 3.0])
+def test_a_whole_number_may_be_written_as_a_float(value: Any) -> None:
+    assert repr(arguments.check(INPUTS, {"store": "s", "steps": value})["steps"]) == "3"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"stroe": "s"}, "argument stroe: no such input; did you mean store?"),
+        ({"store": 3}, "argument store: 3 is not text"),
+        ({"store": "s", "steps": 2.5}, "argument steps: 2.5 is not a whole number"),
+        ({"store": "s", "steps": True}, "argument steps: True is not a whole number"),
+        ({"store": "s", "steps": 2**60}, f"argument steps: {2**60} is not a whole number"),
+        ({"store": "s", "rate": float("nan")}, "argument rate: nan is not a number"),
+        ({"store": "s", "dry": 1}, "argument dry: 1 is not true or false"),
+        ({"store": "s", "layers": {"a": 1}}, "argument layers: {'a': 1} is not a list"),
+        ({"store": "s", "objective": "kl"}, "argument objective: 'kl' is not one of jsd, reverse_kl"),
+        ({"steps": 1}, "no value for store"),
+    ],
+)
+def test_what_the_server_would_refuse_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"no value|argument") as caught:
+        arguments.check(INPUTS, given)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["steps", "steps=many", "dry=yes", "layers=1,2", "overrides={"])
+def test_text_that_is_no_value_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--arg 'steps'|argument"):
+        arguments.check(INPUTS, arguments.parse(INPUTS, ["store=s", text]))
