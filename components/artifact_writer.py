@@ -1,8 +1,8 @@
 """The write side of an artifact: shards first, manifest last, and a killed attempt goes on from what verifies.
 
 Everything lies below objects/<stage>/<key>/: shards under the sha256 of their bytes; attempt.json, which says that
-somebody works on the key, pending/<name>.json, which says that an attempt wrote a shard, and checkpoints/, all removed
-at commit; manifest.json, created once and never replaced, without which there is no artifact.
+somebody works on the key, pending/<name>.json, which says that an attempt wrote a shard, checkpoints/ and failures/, all
+removed at commit; manifest.json, created once and never replaced, without which there is no artifact.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -45,6 +45,8 @@ from reflux.components.storage import Store
 log = logging.getLogger(__name__)
 ATTEMPT = "attempt.json"
 """Says that somebody works on a key, and what its parents are; its age says when the artifact was last asked for."""
+FAILURES = "failures"
+"""Below it, as checkpoints are, what a stage kept of steps that it could not make."""
 REMOVING = "removing.json"
 """Says that a garbage collection removes what is in the folder."""
 REMOVING_S = 3600.0
@@ -157,9 +159,14 @@ class Writer:
         """Keep files for a later attempt, all of them or none; the last two checkpoints are kept."""
         self._checkpoints.save(step, files)
 
-    def latest_checkpoint(self, into: Path) -> int | None:
-        """Fetch the newest checkpoint that verifies into a folder; its step, or None."""
-        return self._checkpoints.latest(into)
+    def latest_checkpoint(self, into: Path, wanted: Callable[[str], bool] = lambda name: True) -> int | None:
+        """Fetch the `wanted` files of the newest checkpoint that verifies into a folder; its step, or None."""
+        return self._checkpoints.latest(into, wanted)
+
+    def keep_failure(self, step: int, files: Mapping[str, Path]) -> str:
+        """Keep files of a step that failed, all of them or none, until the artifact is made; where they lie."""
+        Checkpoints(self.store, f"{self._folder}/{FAILURES}").save(step, files)
+        return f"{self._folder}/{FAILURES}"
 
     def commit(self, metrics: Mapping[str, float]) -> Artifact:
         """Make the shards an artifact. If another attempt was first, its artifact is returned instead."""
@@ -190,6 +197,7 @@ class Writer:
             if shard.object not in listed:  # times are never the same twice, so the loser of a race has some of its own
                 self.store.delete(shard.object)
         self.store.delete_prefix(f"{self._folder}/pending")
+        self.store.delete_prefix(f"{self._folder}/{FAILURES}")
         self._checkpoints.clear()
         self.store.delete(f"{self._folder}/{ATTEMPT}")
         return artifact

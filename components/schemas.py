@@ -223,6 +223,17 @@ TRAINING_TIMES = pa.schema(
     ]
 )
 
+TRAINING_GENERATIONS = pa.schema(
+    [
+        column("step", pa.int32(), "optimizer step after which the student was asked"),
+        column("trace_id", pa.string(), "trace whose prompt it is"),
+        column("prompt", pa.string(), "the prompt after the chat template, without special tokens"),
+        column("answer", pa.string(), "the student's greedy answer, without special tokens"),
+        column("answer_tokens", pa.int32(), "tokens of the answer, the closing EOS included"),
+        column("ended", pa.bool_(), "whether it ended by itself"),
+    ]
+)
+
 SCORES = pa.schema(
     [
         column("scheme", pa.string(), "fp32, w4a16_rtn, w4a4_plain, w4a4_dual or w4a4_distilled"),

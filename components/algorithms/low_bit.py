@@ -82,7 +82,7 @@ class Scheme:
 class LowBitLinear(nn.Module):
     """A linear layer whose weight is rounded in every forward; `frozen_OI` holds the rounded weight while it cannot
     change. `log_clip_OG` says per group where the grid ends, as the log of a share of the largest |w|: 0 until it is
-    trained.
+    trained. `adapter`, if there is one, is asked for what it adds to the weight before that is rounded.
     """
 
     def __init__(self, linear: nn.Linear, bits: int, group_size: int) -> None:
@@ -92,9 +92,14 @@ class LowBitLinear(nn.Module):
         groups = (linear.out_features, linear.in_features // group_size)
         self.log_clip_OG = nn.Parameter(torch.zeros(groups, dtype=self.weight.dtype, device=self.weight.device))
         self.frozen_OI: torch.Tensor | None = None
+        self.adapter: Any = None
+
+    def latent(self) -> torch.Tensor:
+        """[O, I] the weight in full precision, with the adapter's share: what is exported as master weight."""
+        return self.weight if self.adapter is None else self.weight + self.adapter.delta()
 
     def rounded(self) -> torch.Tensor:
-        return fake_quantize_weight(self.weight, self.bits, self.group_size, self.log_clip_OG)
+        return fake_quantize_weight(self.latent(), self.bits, self.group_size, self.log_clip_OG)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.rounded() if self.frozen_OI is None else self.frozen_OI, self.bias)
@@ -224,7 +229,8 @@ def frozen_weights(model: Any, *, differentiable: bool = False, dtype: torch.dty
         for layer in layers:
             with torch.no_grad():
                 rounded_OI = layer.rounded().to(dtype)
-            layer.frozen_OI = rounded_OI.requires_grad_(differentiable and layer.weight.requires_grad)
+            moves = any(p.requires_grad for p in layer.parameters())
+            layer.frozen_OI = rounded_OI.requires_grad_(differentiable and moves)
         yield
         for layer in layers:
             grad_OI = None if layer.frozen_OI is None else layer.frozen_OI.grad

@@ -16,8 +16,10 @@ from torch import Tensor
 OutputHead = Callable[[Tensor], Tensor]
 
 
-def final_hidden_states(model: Any, input_BT: Tensor, mask_BT: Tensor, position_BT: Tensor) -> Tensor:
-    """[B, T, D] what the output head reads: the last layer's output after the final norm."""
+def final_hidden_states(model: Any, input_BT: Tensor, mask_BT: Tensor | None, position_BT: Tensor) -> Tensor:
+    """[B, T, D] what the output head reads: the last layer's output after the final norm. Without a mask, a row's
+    sequences are told apart by their positions, which begin at 0.
+    """
     return model.model(
         input_ids=input_BT, attention_mask=mask_BT, position_ids=position_BT, use_cache=False
     ).last_hidden_state

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reflux.components.declare import setting, source
 
-STAGE_VERSION = "2"
+from .terms import OBJECTIVES, ROLLOUTS, TRACES, Term, parse, require_place
 
-OBJECTIVES = ("beta_jsd", "forward_kl", "reverse_kl")
-EXPORTS = ("ema", "last")
+STAGE_VERSION = "3"
+
+EXPORTS = ("ema", "last", "best")
+PARALLELISM = ("ddp", "fsdp2")
 ACTIVATIONS = ("dual", "plain")
 COMPUTE_DTYPES = ("float32", "bfloat16", "auto")
+ROLLOUT_ENGINES = ("local", "vllm")
+OFF_DISTRIBUTION = ("refuse", "renormalise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +29,29 @@ class DistillConfig:
     """The student before training, in full precision."""
 
     objective: str = "beta_jsd"
-    """beta_jsd, forward_kl or reverse_kl, per token; the same one on rollouts and on traces."""
+    """Per token, a name or a weighted sum ("0.9*beta_jsd + 0.1*cross_entropy"): beta_jsd, forward_kl, reverse_kl,
+    skew_forward_kl, skew_reverse_kl, cross_entropy; sampled_reverse_kl and sharpening on rollouts; next_token on traces.
+    """
+    trace_objective: str = ""
+    """The one on traces; "" is the same as on rollouts."""
     beta: float = 0.0
     """Of beta_jsd, in [0, 1]: 0 is the forward KL, 1 the reverse. 0 recovers quantisation loss fastest."""
+    skew: float = 0.1
+    """Of the skew KLs, in [0, 1): share of the first distribution in the second. The published value."""
+    discount: float = 0.0
+    """Of sampled_reverse_kl, in [0, 1]: how much the advantages of later tokens count for a token."""
+    off_distribution: str = "refuse"
+    """What sampled_reverse_kl does with rollouts at another temperature or top_p than 1: refuse, or renormalise, which
+    takes the ratio and its gradient of the distribution that was drawn from.
+    """
+    sharpen_alpha: float = 2.0
+    """Of sharpening: the exponent of the teacher's probability of a whole answer."""
+    sharpen_temperature: float = 0.0
+    """At which its particles are drawn, instead of rollout_temperature; 0 is 1 / sharpen_alpha, the published choice."""
+    sharpen_particles: int = 16
+    """Answers to one prompt that are weighed against each other; must divide rollout_batch."""
+    sharpen_block_tokens: int = 64
+    """Tokens between two looks at the weights."""
     on_policy_fraction: float = 0.5
     """Lambda: share of the sequences that are the student's own rollouts, scored by the teacher; the rest are traces.
     """
@@ -81,12 +105,30 @@ class DistillConfig:
     """Sequences per optimizer step, rollouts and traces together."""
     micro_batch_sequences: int = 4
     """Sequences per forward; the loss does not depend on it but for rounding."""
+    packing: bool = False
+    """Lay the sequences of a forward end to end in rows as long as the longest, instead of padding each to it."""
     max_sequence_tokens: int = 256
     """Prompt and answer together; longer sequences are cut and counted."""
     compute_dtype: str = "float32"
     """float32, bfloat16, or auto: bfloat16 where the CPU multiplies it natively. Of the passes through the layers that
     are scored; master weights, logits, losses, rollouts and what is exported stay float32.
     """
+    activation_checkpointing: bool = setting(False)
+    """Compute each layer again in the backward pass instead of keeping what it needs there: a third more work for the
+    memory of one layer.
+    """
+    parallelism: str = "ddp"
+    """Between torchrun's processes: ddp, each holds the whole student; fsdp2, each a share of every layer. With one
+    process they are the same.
+    """
+    lora_rank: int = 0
+    """Rank of the adapters that are trained instead of the decoder's weights; 0 trains the weights."""
+    lora_alpha: float = 16.0
+    """Of the adapters: they are scaled by lora_alpha / lora_rank, or / sqrt(lora_rank) if lora_rank_stabilised."""
+    lora_rank_stabilised: bool = False
+    """rsLoRA (arXiv 2312.03732), for high ranks."""
+    lora_targets: list[str] = field(default_factory=list)
+    """Linear layers that get one, e.g. q_proj, v_proj; none named is all of the decoder's."""
     weight_decay: float = 0.01
     """Of AdamW, on weights but not on the table."""
     gradient_clip: float = 1.0
@@ -94,7 +136,13 @@ class DistillConfig:
     ema_decay: float = 0.999
     """Of the average of the trained parameters; 0 keeps none."""
     export: str = "ema"
-    """Which weights become the student: ema or last. Both are validated and reported by name."""
+    """Which weights become the student: ema or last, which are both validated and reported by name, or best: of the
+    average (of the last ones without an ema_decay) as it stood when validation was best.
+    """
+    validate_every: int = 0
+    """Optimizer steps between validations while training; 0: only before and after."""
+    patience: int = 0
+    """Validations in a row without a better one that end the training early; 0 never."""
     hard_weight: int = 2
     """How often an expert-marked hard sample is dealt for each time another one is."""
     validation_traces: int = 8
@@ -104,6 +152,10 @@ class DistillConfig:
     """Rollouts made at once, by the student as it stands; new ones when they are used up."""
     rollout_new_tokens: int = 96
     """Longest rollout, tokens."""
+    rollout_engine: str = "local"
+    """local: the student's own forward; vllm: a vLLM on the same GPU, for a student that does not round activations."""
+    rollout_slots: int = 0
+    """Rollouts under way at once in an engine; a finished one's place is taken by the next. 0: all of rollout_batch."""
     rollout_temperature: float = 1.0
     """Temperature of the rollouts; the loss always compares distributions at temperature 1."""
     rollout_top_p: float = 1.0
@@ -115,21 +167,49 @@ class DistillConfig:
     """Of everything drawn here."""
     checkpoint_every: int = setting(10)
     """Optimizer steps between checkpoints. A resumed run ends with the same bytes as one never killed."""
+    generations_every: int = setting(0)
+    """Optimizer steps between tables of the student's answers, for people to read; 0 writes none."""
+    generation_prompts: int = setting(4)
+    """Prompts of the validation traces that it answers there, greedily."""
+    memory_gib: float = setting(0.0)
+    """Memory that this process may take, GiB; 0 takes what the machine has free. A run that needs more is refused."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
         _check_ranges(self)
         _check_quantiser(self)
         _check_export(self)
+        _check_objectives(self)
         if self.warmup_steps + self.joint_steps + self.finetune_steps < 1:
             raise ValueError("distill.warmup_steps, joint_steps, finetune_steps: at least one step in all is needed")
 
+    @property
+    def rollout_terms(self) -> tuple[Term, ...]:
+        """What is minimised on rollouts."""
+        return parse("objective", self.objective)
+
+    @property
+    def trace_terms(self) -> tuple[Term, ...]:
+        """What is minimised on traces, and validated with."""
+        return parse("trace_objective", self.trace_objective) if self.trace_objective else self.rollout_terms
+
+    def parameter(self, term: Term) -> float:
+        """The term's own one; 0 where it has none."""
+        name = OBJECTIVES[term.name].parameter
+        return getattr(self, name) if name else 0.0
+
+    def minimises(self, name: str) -> bool:
+        """Whether rollouts are trained on with the objective of that name."""
+        return self.on_policy_fraction > 0 and any(term.name == name for term in self.rollout_terms)
+
 
 CHOICES = {
-    "objective": OBJECTIVES,
     "activation": ACTIVATIONS,
     "compute_dtype": COMPUTE_DTYPES,
     "export": EXPORTS,
+    "parallelism": PARALLELISM,
+    "off_distribution": OFF_DISTRIBUTION,
+    "rollout_engine": ROLLOUT_ENGINES,
 }
 """Field -> what it may be."""
 
@@ -143,15 +223,17 @@ RANGE_OF = {
     "must be positive": (
         "group_size", "batch_sequences", "micro_batch_sequences", "max_sequence_tokens", "gradient_clip",
         "hard_weight", "rollout_batch", "rollout_new_tokens", "checkpoint_every", "joint_policy_every",
-        "finetune_policy_every",
+        "finetune_policy_every", "sharpen_alpha", "sharpen_particles", "sharpen_block_tokens", "lora_alpha",
+        "generation_prompts",
     ),
     "must not be negative": (
         "warmup_steps", "joint_steps", "finetune_steps", "max_steps", "rise_steps", "joint_last_layers", "trace_k",
         "warmup_policy_lr", "joint_policy_lr", "joint_student_lr", "finetune_policy_lr", "finetune_student_lr",
-        "weight_clip_lr", "weight_decay", "validation_traces",
+        "weight_clip_lr", "weight_decay", "validation_traces", "rollout_slots", "sharpen_temperature",
+        "lora_rank", "validate_every", "patience", "generations_every", "memory_gib",
     ),
-    "must be in [0, 1]": ("beta", "on_policy_fraction", "final_rate"),
-    "must be in [0, 1)": ("ema_decay",),
+    "must be in [0, 1]": ("beta", "on_policy_fraction", "final_rate", "discount"),
+    "must be in [0, 1)": ("ema_decay", "skew"),
 }  # fmt: skip
 """Range -> the fields that are held to it; NaN is in none."""
 
@@ -173,8 +255,53 @@ def _check_quantiser(config: DistillConfig) -> None:
     for name in ("weight_bits", "activation_bits"):
         if (value := getattr(config, name)) not in (*range(2, 9), 16):
             raise ValueError(f"distill.{name} {value}: allowed are 2 to 8, or 16 for not quantised")
+    if config.lora_rank and config.weight_bits == 16:
+        raise ValueError(
+            f"distill.lora_rank {config.lora_rank}: adapters are merged into the weights before these are rounded, and "
+            "weight_bits is 16; take fewer bits, or 0"
+        )
+    if config.rollout_engine == "vllm" and config.activation_bits < 16:
+        raise ValueError(
+            f"distill.rollout_engine 'vllm': vLLM does not round activations, and activation_bits is "
+            f"{config.activation_bits}; take 'local', or 16 bits"
+        )
 
 
 def _check_export(config: DistillConfig) -> None:
     if config.export == "ema" and not config.ema_decay:
         raise ValueError("distill.export 'ema': needs an ema_decay above 0")
+    for name, needed in {"export": config.export == "best", "patience": config.patience > 0}.items():
+        if needed and not (config.validate_every and config.validation_traces):
+            raise ValueError(
+                f"distill.{name} {getattr(config, name)!r}: needs validate_every and validation_traces above 0"
+            )
+
+
+def _check_objectives(config: DistillConfig) -> None:
+    """What is minimised fits the sequences that it is minimised on (objectives.md, rule 4)."""
+    if config.on_policy_fraction > 0:
+        require_place("objective", config.rollout_terms, ROLLOUTS)
+    require_place("trace_objective" if config.trace_objective else "objective", config.trace_terms, TRACES)
+    sampled, sharpened = config.minimises("sampled_reverse_kl"), config.minimises("sharpening")
+    if sharpened and sampled:
+        raise ValueError("distill.objective: sharpening weighs its answers, which sampled_reverse_kl takes as drawn")
+    if (sampled or sharpened) and config.score_prompts:
+        raise ValueError(f"distill.score_prompts True: {config.objective} is over what the student wrote; set it false")
+    if sampled and config.rollout_temperature == 0:
+        raise ValueError("distill.rollout_temperature 0: sampled_reverse_kl needs answers that were drawn")
+    drawn_from = (config.rollout_temperature, config.rollout_top_p)
+    if sampled and drawn_from != (1, 1) and config.off_distribution == "refuse":
+        raise ValueError(
+            f"distill.rollout_temperature, rollout_top_p {drawn_from}: sampled_reverse_kl is biased unless both are 1; "
+            "set them, or off_distribution to renormalise"
+        )
+    if sharpened and drawn_from != (1, 1):
+        raise ValueError(
+            f"distill.rollout_temperature, rollout_top_p {drawn_from}: sharpening draws at sharpen_temperature, and a "
+            "nucleus would take away support that its weights need; leave both at 1"
+        )
+    if sharpened and config.rollout_batch % config.sharpen_particles:
+        raise ValueError(
+            f"distill.rollout_batch {config.rollout_batch}: must be a multiple of sharpen_particles, "
+            f"{config.sharpen_particles}"
+        )

@@ -12,21 +12,25 @@ import pyarrow as pa
 import torch
 from safetensors.torch import save_file
 
-from reflux.components import models, policy_table, progress, schemas
-from reflux.components.algorithms.low_bit import Scheme, apply_scheme, frozen_weights
-from reflux.components.algorithms.rollouts import Sampling
+from reflux.components import models, policy_table, processes, progress, schemas
 from reflux.components.algorithms.schedules import Phase, capped, phase_at
 from reflux.components.artifacts import Artifact, Writer
 
+from . import parallel
+from .adapters import latent_weights
 from .config import DistillConfig
 from .dealing import Deck, RolloutBuffer
+from .engines import ENGINES, Rolling
 from .examples import Sequence, require_contract, require_usable, training_examples
 from .objective import DistillationLoss
+from .own_answers import answering
+from .student import make_student, scheme_of
 from .trainer import Trainer
+from .training import Watched, choose, train
+from .validation import validation_loss
 
 LATENT = {"checkpoint": "latent"}
 """Marks master weights, which are not what is deployed: calibrate accepts only these, bundle.py refuses them."""
-_STATE = "state.pt"
 
 
 def run(
@@ -38,40 +42,39 @@ def run(
     stored = traces.schema_metadata("traces")
     require_contract(stored, tokenizer, student.source_digest("teacher"))
     require_usable(config, stored["trace_store"], int(stored["top_k"]))
+    require_shares(config, processes.started())
     examples, validation = _split(training_examples(traces, config.max_sequence_tokens), config.validation_traces)
 
-    scheme = scheme_of(config)
-    policy = policy_table.decode(profile.file("policy_table.bin")) if scheme.needs_policy else None
-    model = apply_scheme(models.load_model(student_path), scheme, policy)
+    policy = policy_table.decode(profile.file("policy_table.bin")) if scheme_of(config).needs_policy else None
+    model = make_student(config, models.load_model(student_path), policy)
     teacher = models.load_model(student.source("teacher"))
-    dtype = models.compute_dtype(config.compute_dtype)
-    loss = DistillationLoss(model, teacher, tokenizer, config.objective, config.beta, dtype)
+    loss = DistillationLoss(model, teacher, tokenizer, config, models.compute_dtype(config.compute_dtype))
+    if config.parallelism == "fsdp2" and processes.count() > 1:
+        parallel.shard(model)
     phases = capped(schedule(config, has_policy=policy is not None), config.max_steps)
-    trainer = make_trainer(config, phases, model, tokenizer, loss, examples, _hard(labels))
-    before = _validation_loss(loss, model, validation, config)
-    published = _train(trainer, phases, student, config)
+    trainer = make_trainer(config, phases, model, tokenizer, loss, examples, _hard(labels), student_path)
 
-    metrics = {"validation_loss_before_nats": before, "steps": float(trainer.step)}
-    metrics["validation_loss_last_nats"] = _validation_loss(loss, model, validation, config)
-    last = {name: p.detach().clone() for name, p in trainer.trained().items()} if config.export == "last" else {}
-    trainer.ema.copy_to(trainer.trained())
-    metrics["validation_loss_ema_nats"] = _validation_loss(loss, model, validation, config)
-    with torch.no_grad():
-        for name, value in last.items():
-            trainer.trained()[name].copy_(value)
-    _write(student, trainer, phases, scheme)
-    progress.publish(trainer.history[published:])
+    def validated() -> float:
+        return validation_loss(loss, [*validation.values()], config.micro_batch_sequences)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        metrics = {"validation_loss_before_nats": validated()}
+        watched = train(trainer, validation, tokenizer, student, Path(scratch))
+        metrics |= {"steps": float(trainer.step), "validation_loss_last_nats": validated()}
+        with trainer.ema.exchanged(trainer.local()):
+            metrics["validation_loss_ema_nats"] = validated()
+        if config.validate_every:
+            metrics |= {
+                "validation_loss_best_nats": watched.best.nats,
+                "validation_best_step": float(watched.best.step),
+            }
+        choose(trainer, config.export, Path(scratch))
+        with parallel.whole(model):
+            weights = latent_weights(model)
+        if processes.is_first():
+            _write(student, trainer, weights, watched, Path(scratch))
+    progress.publish(trainer.history[watched.published :])
     return metrics | {name: value for name, value in trainer.history[-1].values.items() if not name.endswith("_lr")}
-
-
-def scheme_of(config: DistillConfig) -> Scheme:
-    """The quantiser that the configuration describes."""
-    return Scheme(
-        weight_bits=config.weight_bits,
-        group_size=config.group_size,
-        activation_bits=config.activation_bits,
-        activation=config.activation,
-    )
 
 
 def schedule(config: DistillConfig, *, has_policy: bool) -> list[Phase]:
@@ -112,12 +115,21 @@ def schedule(config: DistillConfig, *, has_policy: bool) -> list[Phase]:
     return phases
 
 
-def _split(examples: dict[str, Sequence], kept_back: int) -> tuple[dict[str, Sequence], list[Sequence]]:
+def require_shares(config: DistillConfig, count: int) -> None:
+    """ValueError if `count` processes do not each get as many sequences of a step as the others."""
+    if config.batch_sequences % count:
+        raise ValueError(
+            f"distill.batch_sequences {config.batch_sequences}: must be a multiple of the {count} processes that share "
+            "each step"
+        )
+
+
+def _split(examples: dict[str, Sequence], kept_back: int) -> tuple[dict[str, Sequence], dict[str, Sequence]]:
     """Training examples, and the first `kept_back` by trace id to validate on."""
     if len(examples) <= kept_back:
         raise ValueError(f"distill.validation_traces {kept_back}: there are only {len(examples)} training traces")
-    names = list(examples)
-    return {name: examples[name] for name in names[kept_back:]}, [examples[name] for name in names[:kept_back]]
+    items = [*examples.items()]
+    return dict(items[kept_back:]), dict(items[:kept_back])
 
 
 def _hard(labels: Artifact) -> set[str]:
@@ -132,61 +144,36 @@ def make_trainer(
     loss: DistillationLoss,
     examples: dict[str, Sequence],
     hard: set[str],
+    student_path: Path,
 ) -> Trainer:
     """At step 0. `examples` are dealt by trace id, those in `hard` more often."""
     names = [name for name in examples for _ in range(config.hard_weight if name in hard else 1)]
     prompts = {name: example.token_ids[: example.first_scored] for name, example in examples.items()}
-    sampling = Sampling(
-        temperature=config.rollout_temperature, top_p=config.rollout_top_p, max_new_tokens=config.rollout_new_tokens
+    rolling = Rolling(
+        student=model,
+        path=student_path,
+        eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer),
+        slots=config.rollout_slots,
+        longest=max(map(len, prompts.values())) + config.rollout_new_tokens,
     )
-    rollouts = RolloutBuffer(model, tokenizer, Deck(names, config.seed + 1), prompts, sampling, config.seed)
+    engine = parallel.dealt(ENGINES[config.rollout_engine](rolling))
+    answer = parallel.by_whole(model, answering(config, loss.student, loss.teacher))
+    per_prompt = config.sharpen_particles if config.minimises("sharpening") else 1
+    rollouts = RolloutBuffer(engine, answer, Deck(names, config.seed + 1), prompts, config.seed, per_prompt=per_prompt)
     return Trainer(config, phases, model, loss, examples, Deck(names, config.seed), rollouts)
 
 
-def _train(trainer: Trainer, phases: list[Phase], student: Writer, config: DistillConfig) -> int:
-    """All steps of the schedule, from the last checkpoint if there is one. Points are published once a checkpoint holds
-    them, since MLflow would count them twice if they were made again; returns how many were. After the last step there
-    is no checkpoint: what is left takes less time than writing one.
-    """
-    total = sum(phase.steps for phase in phases)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / _STATE
-        if student.latest_checkpoint(Path(folder)) is not None:
-            trainer.restore(torch.load(file, weights_only=True))
-            progress.publish(trainer.history)
-        published = len(trainer.history)
-        while trainer.step < total:
-            progress.report(trainer.step, total, "steps", phase_at(phases, trainer.step)[0].name)
-            trainer.advance()
-            if trainer.step % config.checkpoint_every == 0 and trainer.step < total:
-                torch.save(trainer.state(), file)
-                student.save_checkpoint(trainer.step, {_STATE: file})
-                progress.publish(trainer.history[published:])
-                published = len(trainer.history)
-        progress.report(total, total, "steps")
-    return published
-
-
-@torch.no_grad()
-def _validation_loss(loss: DistillationLoss, model: Any, sequences: list[Sequence], config: DistillConfig) -> float:
-    """Nats per token on the traces kept back."""
-    tokens = sum(sequence.scored for sequence in sequences)
-    size = config.micro_batch_sequences
-    with frozen_weights(model):
-        parts = [loss(sequences[i : i + size]).item() for i in range(0, len(sequences), size)]
-    return sum(parts) / tokens if tokens else 0.0
-
-
-def _write(student: Writer, trainer: Trainer, phases: list[Phase], scheme: Scheme) -> None:
-    student.write_file("scheme.json", json.dumps(asdict(scheme), sort_keys=True).encode())
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "latent.safetensors"
-        save_file({name: p.detach().contiguous() for name, p in trainer.weights.items()}, file, metadata=LATENT)
-        student.write_file("latent.safetensors", file)
+def _write(student: Writer, trainer: Trainer, weights: dict[str, torch.Tensor], watched: Watched, folder: Path) -> None:
+    student.write_file("scheme.json", json.dumps(asdict(scheme_of(trainer.config)), sort_keys=True).encode())
+    file = folder / "latent.safetensors"
+    save_file({name: value.contiguous() for name, value in weights.items()}, file, metadata=LATENT)
+    student.write_file("latent.safetensors", file)
     if trainer.policy:
         student.write_file("policy_table.bin", policy_table.encode(trainer.student.policy))
+    phases = {point.step: phase_at(trainer.phases, point.step - 1)[0].name for point in trainer.history}
     rows = [
-        {"step": point.step, "phase": phase_at(phases, point.step - 1)[0].name, "metric": metric, "value": value}
+        {"step": point.step, "phase": phases[point.step], "metric": metric, "value": value}
         for point in trainer.history
         for metric, value in point.values.items()
     ]
@@ -198,3 +185,6 @@ def _write(student: Writer, trainer: Trainer, phases: list[Phase], scheme: Schem
     student.write_table(
         "training_times", pa.Table.from_pylist(times, schemas.TRAINING_TIMES), schemas.TRAINING_TIMES, measured=True
     )
+    if trainer.config.generations_every:  # a setting decides that it is there, so it is no part of the result
+        answers = pa.Table.from_pylist(watched.generations, schemas.TRAINING_GENERATIONS)
+        student.write_table("training_generations", answers, schemas.TRAINING_GENERATIONS, measured=True)

@@ -2,26 +2,42 @@
 
 State that moves: weights and table, AdamW, EMA, the decks and their generators, rollouts made but not yet used, the
 step and the history. All of it is in `state()`; 2 x 50 steps equal 1 x 100 bit for bit on a CPU (objectives.md, rule
-13).
+13). Several processes draw the same step and each works on its share of it.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Several
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from reflux.components import processes
 from reflux.components.algorithms.ema import Ema
 from reflux.components.algorithms.low_bit import decoder_layers, frozen_weights
 from reflux.components.algorithms.schedules import Phase, phase_at, rate
 from reflux.components.progress import MetricPoint
 from reflux.components.sequences import batched
 
+from . import parallel
+from .adapters import MARK
 from .config import DistillConfig
 from .dealing import Deck, RolloutBuffer, own_rollouts
 from .examples import Sequence
-from .objective import DistillationLoss, Observed
+from .objective import DistillationLoss
+from .observed import Observed
+
+
+class NotFiniteError(FloatingPointError):
+    """A loss or gradient that no step may be made of; `sequences` are those that gave it."""
+
+    def __init__(self, message: str, sequences: list[Sequence]) -> None:
+        super().__init__(message)
+        self.sequences = sequences
 
 
 class Trainer:
@@ -41,17 +57,19 @@ class Trainer:
         self.traces, self.deck, self.rollouts = traces, deck, rollouts
         self.layers = decoder_layers(student)
         self.policy = {"policy.log_main_SP": student.policy.log_main_SP} if student.policy is not None else {}
-        self.weights = {f"model.layers.{name}": p for name, p in self.layers.named_parameters()}
-        self.clipping = {name: p for name, p in self.weights.items() if name.endswith(".log_clip_OG")}
-        masters = [p for name, p in self.weights.items() if name not in self.clipping]
+        named = {f"model.layers.{name}": p for name, p in self.layers.named_parameters()}
+        self.clipping = {name: p for name, p in named.items() if name.endswith(".log_clip_OG")}
+        adapted = any(MARK in name for name in named)
+        masters = {name: p for name, p in named.items() if name not in self.clipping and (MARK in name) == adapted}
+        self.weights = {name: p for name, p in named.items() if name in masters or name in self.clipping}
         groups = [
             {"params": list(self.policy.values()), "weight_decay": 0.0},
-            {"params": [p for p in masters if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in masters if p.ndim == 1], "weight_decay": 0.0},
+            {"params": [p for p in masters.values() if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in masters.values() if p.ndim == 1], "weight_decay": 0.0},
             {"params": list(self.clipping.values()), "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, fused=True)
-        self.ema = Ema(self.trained(), config.ema_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, fused=not parallel.is_sharded(student))
+        self.ema = Ema(self.local(), config.ema_decay)
         self.step = 0
         self.history: list[MetricPoint] = []
         self.seconds: list[float] = []
@@ -60,34 +78,34 @@ class Trainer:
         """Every parameter that some phase may move, by name."""
         return {**self.policy, **self.weights}
 
+    def local(self) -> dict[str, torch.Tensor]:
+        """The same, as far as this process holds them."""
+        return {name: parallel.local(p) for name, p in self.trained().items()}
+
     def advance(self) -> None:
-        """One optimizer step. FloatingPointError: loss or gradient not finite; ValueError: the table has saturated."""
+        """One optimizer step. NotFiniteError: loss or gradient not finite; ValueError: the table has saturated."""
         begin = time.monotonic()
         phase, step_in_phase = phase_at(self.phases, self.step)
         self._prepare(phase, step_in_phase)
         sequences = self._sequences()
         tokens = sum(s.scored for s in sequences)
-        observed = Observed()
-        loss_sum = 0.0
-        with frozen_weights(self.student, differentiable=True, dtype=self.loss.compute_dtype):
-            for micro_batch in batched(sequences, self.config.micro_batch_sequences):
-                loss = self.loss(micro_batch, observed)
-                (loss / tokens).backward()
-                loss_sum += loss.item()
+        loss_sum, observed = self._accumulate(processes.share(sequences), max(1, tokens))
         if not loss_sum < float("inf"):  # NaN compares false as well
-            raise FloatingPointError(f"distill: the loss of step {self.step + 1} is {loss_sum / tokens} nats a token")
+            raise NotFiniteError(
+                f"distill: the loss of step {self.step + 1} is {loss_sum / max(1, tokens)} nats a token", sequences
+            )
         moved = [p for p in self.trained().values() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(moved, self.config.gradient_clip).item()
+        norm = parallel.clip_gradients(moved, self.config.gradient_clip)
         if not norm < float("inf"):
-            raise FloatingPointError(f"distill: the gradient of step {self.step + 1} has norm {norm}")
+            raise NotFiniteError(f"distill: the gradient of step {self.step + 1} has norm {norm}", sequences)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.policy:
             self.student.policy.check()
-        self.ema.update(self.trained())
+        self.ema.update(self.local())
         self.step += 1
         values = {
-            "loss_nats": loss_sum / tokens,
+            "loss_nats": loss_sum / max(1, tokens),
             "gradient_norm": norm,
             "scored_tokens": float(tokens),
             "student_lr": self.optimizer.param_groups[1]["lr"],
@@ -98,17 +116,37 @@ class Trainer:
         self.history.append(MetricPoint(step=self.step, time_ms=time.time_ns() // 1_000_000, values=values))
         self.seconds.append(time.monotonic() - begin)
 
+    def _accumulate(self, own: Several[Sequence], tokens: int) -> tuple[float, Observed]:
+        """Gather the step's gradients from this process's sequences and from everybody else's; loss of all, nats."""
+        observed, loss_sum = Observed(), 0.0
+        with self._rounded():
+            for micro_batch in batched(own, self.config.micro_batch_sequences):
+                loss = self.loss(micro_batch, observed)
+                (loss / tokens).backward()
+                loss_sum += loss.item()
+        parallel.sum_gradients(self.trained().values())
+        return sum(processes.gathered(loss_sum)), Observed.together(processes.gathered(observed))
+
+    @contextmanager
+    def _rounded(self) -> Iterator[None]:
+        """Each weight is rounded once for all micro-batches, or in each where a process holds only a share of it."""
+        if parallel.is_sharded(self.student):
+            yield
+            return
+        with frozen_weights(self.student, differentiable=True, dtype=self.loss.compute_dtype):
+            yield
+
     def _prepare(self, phase: Phase, step_in_phase: int) -> None:
         factor = rate(step_in_phase, phase.steps, self.config.rise_steps, self.config.final_rate)
         policy_moves = phase.policy_lr > 0 and step_in_phase % phase.policy_every == 0
         for p in self.policy.values():
             p.requires_grad_(policy_moves)
+        self.layers.requires_grad_(False)
         first = 0 if phase.last_layers < 0 else len(self.layers) - phase.last_layers
-        for i, layer in enumerate(self.layers):
-            layer.requires_grad_(i >= first and phase.student_lr > 0)
-        if not self.config.weight_clip_lr:
-            for p in self.clipping.values():
-                p.requires_grad_(False)
+        for name, p in self.weights.items():
+            layer = int(name.split(".")[2])
+            stands = name in self.clipping and not self.config.weight_clip_lr
+            p.requires_grad_(layer >= first and phase.student_lr > 0 and not stands)
         rates = (phase.policy_lr, phase.student_lr, phase.student_lr, self.config.weight_clip_lr)
         for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = lr * factor
@@ -124,11 +162,14 @@ class Trainer:
         return sorted([*taken, *dealt], key=_length)
 
     def state(self) -> dict[str, Any]:
-        """Everything that moves, in types that torch.load reads with weights_only=True."""
+        """Everything that moves, in types that torch.load reads with weights_only=True; of weights, what this process
+        holds.
+        """
         return {
+            "processes": processes.count(),
             "step": self.step,
-            "trained": {name: p.detach() for name, p in self.trained().items()},
-            "optimizer": self.optimizer.state_dict(),
+            "trained": self.local(),
+            "optimizer": tree_map_only(torch.Tensor, parallel.local, self.optimizer.state_dict()),
             "ema": self.ema.average,
             "deck": self.deck.state(),
             "rollouts": self.rollouts.state(),
@@ -138,9 +179,9 @@ class Trainer:
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
-        for name, p in self.trained().items():
+        for name, p in self.local().items():
             p.copy_(state["trained"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(parallel.cut_state(state["optimizer"], self.optimizer))
         self.ema.average = state["ema"]
         self.deck.restore(state["deck"])
         self.rollouts.restore(state["rollouts"])

@@ -1,0 +1,119 @@
+"""A step that could not be made, kept so that it can be made again: its sequences, the weights as they stood, and the
+configuration. Nothing in it executes on load.
+
+    sequences.safetensors   the teacher's stored distributions, "<number>.teacher.<field>"
+    weights.safetensors     every trained parameter before the step
+    policy_table.bin        the position table's sites and scales, where there is one
+    replay.json             the rest of each sequence, the step, the message, configuration and versions
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Several
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from reflux.components import declare, environment, policy_table, processes
+from reflux.components.artifacts import Writer
+
+from . import parallel
+from .config import DistillConfig
+from .examples import Sequence
+from .stored import SampledTeacher, SparseTeacher
+from .trainer import Trainer
+
+FORMAT = "reflux-replay/1"
+TEACHERS = {kind.__name__: kind for kind in (SparseTeacher, SampledTeacher)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What `read` finds."""
+
+    step: int
+    message: str
+    config: DistillConfig
+    compute_dtype: str
+    sequences: list[Sequence]
+    weights: dict[str, torch.Tensor]
+    policy: Any
+
+
+def keep(student: Writer, trainer: Trainer, sequences: Several[Sequence], message: str, folder: Path) -> str:
+    """Put the step into the store; where it lies there. Every process has to call it."""
+    tensors: dict[str, torch.Tensor] = {}
+    described = [_described(sequence, str(number), tensors) for number, sequence in enumerate(sequences)]
+    with parallel.whole(trainer.student):
+        named = dict(trainer.student.named_parameters())
+        weights = {name: named[name].detach().contiguous() for name in trainer.trained()}
+    files: dict[str, Path] = {}
+    if processes.is_first():
+        record = {
+            "format": FORMAT,
+            "step": trainer.step + 1,
+            "message": message,
+            "config": asdict(trainer.config),
+            "compute_dtype": str(trainer.loss.compute_dtype).removeprefix("torch."),
+            "sequences": described,
+            "versions": environment.versions(),
+        }
+        save_file(tensors, folder / "sequences.safetensors")
+        save_file(weights, folder / "weights.safetensors")
+        (folder / "replay.json").write_text(json.dumps(record))
+        names = ["sequences.safetensors", "weights.safetensors", "replay.json"]
+        if trainer.policy:
+            (folder / "policy_table.bin").write_bytes(policy_table.encode(trainer.student.policy))
+            names.append("policy_table.bin")
+        files = {name: folder / name for name in names}
+    return student.keep_failure(trainer.step + 1, files)
+
+
+def read(folder: Path) -> Replay:
+    """What `keep` wrote, from a folder. ValueError if it is of another format or lacks something."""
+    try:
+        record = json.loads((folder / "replay.json").read_text())
+        tensors, weights = (load_file(folder / f"{name}.safetensors") for name in ("sequences", "weights"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: holds no step that was kept ({error})") from error
+    if record.get("format") != FORMAT:
+        raise ValueError(f"{folder}/replay.json: format {record.get('format')!r}, this reflux reads {FORMAT}")
+    table = folder / "policy_table.bin"
+    return Replay(
+        step=record["step"],
+        message=record["message"],
+        config=declare.from_mapping(DistillConfig, record["config"]),
+        compute_dtype=record["compute_dtype"],
+        sequences=[_sequence(each, str(number), tensors) for number, each in enumerate(record["sequences"])],
+        weights=weights,
+        policy=policy_table.decode(table.read_bytes()) if table.exists() else None,
+    )
+
+
+def _described(value: Any, prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A dataclass as JSON; its tensors go into `tensors`."""
+    described: dict[str, Any] = {}
+    for each in fields(value):
+        content = getattr(value, each.name)
+        if isinstance(content, torch.Tensor):
+            tensors[f"{prefix}.{each.name}"] = content.contiguous()
+        elif is_dataclass(content):
+            described[each.name] = {"kind": type(content).__name__} | _described(
+                content, f"{prefix}.{each.name}", tensors
+            )
+        else:
+            described[each.name] = content
+    return described
+
+
+def _sequence(described: dict[str, Any], prefix: str, tensors: dict[str, torch.Tensor]) -> Sequence:
+    stored = described.get("teacher")
+    if stored is not None:
+        begin = f"{prefix}.teacher."
+        own = {name.removeprefix(begin): tensor for name, tensor in tensors.items() if name.startswith(begin)}
+        described = described | {"teacher": TEACHERS[stored["kind"]](**own)}
+    return Sequence(**described)

@@ -1,0 +1,32 @@
+"""The student as it is trained: a model under the configured quantiser, with adapters where these are asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reflux.components.algorithms.low_bit import Scheme, apply_scheme
+from reflux.components.algorithms.policies import PositionTable
+from reflux.components.algorithms.recomputation import recompute_layers
+
+from .adapters import add_adapters
+from .config import DistillConfig
+
+
+def scheme_of(config: DistillConfig) -> Scheme:
+    """The quantiser that the configuration describes."""
+    return Scheme(
+        weight_bits=config.weight_bits,
+        group_size=config.group_size,
+        activation_bits=config.activation_bits,
+        activation=config.activation,
+    )
+
+
+def make_student(config: DistillConfig, model: Any, policy: PositionTable | None) -> Any:
+    """`model`, quantised in place; `policy` is the position table that its scheme may need."""
+    apply_scheme(model, scheme_of(config), policy)
+    if config.lora_rank:
+        add_adapters(model, config)
+    if config.activation_checkpointing:
+        recompute_layers(model)
+    return model

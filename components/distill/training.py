@@ -1,0 +1,141 @@
+"""The run through the schedule: checkpoints, validation, early stop, what people watch, and what is kept when it fails.
+
+A checkpoint holds the trainer's state, what was seen beside it, and the best weights so far. After the last step there
+is none: what is left takes less time than writing one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reflux.components import processes, progress
+from reflux.components.algorithms.schedules import phase_at
+from reflux.components.artifacts import Writer
+
+from . import parallel, replay
+from .examples import Sequence
+from .generations import generations, show
+from .trainer import NotFiniteError, Trainer
+from .validation import Best, validation_loss
+
+SHOWN = {"loss_nats": "loss", "kl_forward_nats": "KL", "student_entropy_nats": "entropy", "top_overlap": "overlap"}
+"""Metrics of the last step that stand beside the progress bar."""
+
+
+@dataclass(kw_only=True)
+class Watched:
+    """What was seen of the training beside the metrics of its steps."""
+
+    best: Best = field(default_factory=Best)
+    generations: list[dict[str, Any]] = field(default_factory=list)
+    published: int = 0
+    """Steps whose points were published: once a checkpoint holds them, since MLflow would count them twice if they were
+    made again.
+    """
+
+
+def train(
+    trainer: Trainer, validation: Mapping[str, Sequence], tokenizer: Any, student: Writer, folder: Path
+) -> Watched:
+    """All steps of the schedule, from the last checkpoint if there is one. `folder` is for files in between; the best
+    weights lie there at the end. FloatingPointError says where the step is kept that cannot be made.
+    """
+    config, total = trainer.config, sum(phase.steps for phase in trainer.phases)
+    watched = _resumed(trainer, student, folder)
+    while trainer.step < total and not watched.best.is_stale(config.patience):
+        progress.report(trainer.step, total, "steps", _note(trainer))
+        try:
+            trainer.advance()
+        except NotFiniteError as error:
+            place = replay.keep(student, trainer, error.sequences, str(error), folder)
+            raise FloatingPointError(f"{error}. It is kept: reflux replay {place}") from error
+        _look(trainer, watched, validation, tokenizer, folder)
+        if trainer.step % config.checkpoint_every == 0 and trainer.step < total:
+            _save(trainer, watched, student, folder)
+            progress.publish(trainer.history[watched.published :])
+            watched.published = len(trainer.history)
+    if trainer.step < total:
+        note = f"no better validation since step {watched.best.step}"
+        progress.report(trainer.step, trainer.step, "steps", note)
+    else:
+        progress.report(total, total, "steps")
+    return watched
+
+
+def choose(trainer: Trainer, export: str, folder: Path) -> None:
+    """Make the weights of that name the student's: last, ema, or best."""
+    if export == "ema":
+        trainer.ema.copy_to(trainer.local())
+    if export == "best":
+        weights = torch.load(folder / _file("best", trainer), weights_only=True)
+        for name, value in trainer.local().items():
+            value.copy_(weights[name])
+
+
+def _look(trainer: Trainer, watched: Watched, validation: Mapping[str, Sequence], tokenizer: Any, folder: Path) -> None:
+    """What the step that was just made is looked at with: validation of the averaged weights, answers of the last."""
+    config, step = trainer.config, trainer.step
+    if config.validate_every and step % config.validate_every == 0:
+        with trainer.ema.exchanged(trainer.local()):
+            nats = validation_loss(trainer.loss, [*validation.values()], config.micro_batch_sequences)
+            if watched.best.see(nats, step):
+                torch.save(trainer.local(), folder / _file("best", trainer))
+        trainer.history[-1].values["validation_loss_nats"] = nats
+    if config.generations_every and step % config.generations_every == 0:
+        asked = dict([*validation.items(), *trainer.traces.items()][: config.generation_prompts])
+        with parallel.whole(trainer.student):
+            rows = generations(
+                trainer.rollouts.engine, tokenizer, asked, step=step, max_new_tokens=config.rollout_new_tokens
+            )
+        watched.generations += rows
+        show(rows)
+
+
+def _note(trainer: Trainer) -> str:
+    last = trainer.history[-1].values if trainer.history else {}
+    shown = [f"{word} {last[name]:.3f}" for name, word in SHOWN.items() if name in last]
+    return ", ".join([phase_at(trainer.phases, trainer.step)[0].name, *shown])
+
+
+def _file(kind: str, trainer: Trainer) -> str:
+    """Its name in a checkpoint: of processes that hold the whole student one for all, of others one each."""
+    if processes.count() == 1:
+        return f"{kind}.pt"
+    own = processes.rank() if parallel.is_sharded(trainer.student) else 0
+    return f"{kind}-{own}-of-{processes.count()}.pt"
+
+
+def _save(trainer: Trainer, watched: Watched, student: Writer, folder: Path) -> None:
+    files = {}
+    if processes.is_first() or parallel.is_sharded(trainer.student):
+        seen = {"best": asdict(watched.best), "generations": watched.generations}
+        torch.save({"trainer": trainer.state(), **seen}, folder / _file("state", trainer))
+        files = {
+            name: folder / name for kind in ("state", "best") if (folder / (name := _file(kind, trainer))).exists()
+        }
+    student.save_checkpoint(trainer.step, files)
+
+
+def _resumed(trainer: Trainer, student: Writer, folder: Path) -> Watched:
+    """The trainer as its last checkpoint left it. ValueError if that was made by another number of processes, which
+    sum in another order.
+    """
+    names = {_file(kind, trainer) for kind in ("state", "best")}
+    step = student.latest_checkpoint(folder, names.__contains__)
+    if step is None:
+        return Watched()
+    file = folder / _file("state", trainer)
+    if not file.exists():
+        raise ValueError(
+            f"distill: the checkpoint of step {step} was not made by {processes.count()} processes; start as many as "
+            "before, since with others the result would be another"
+        )
+    state = torch.load(file, weights_only=True)
+    trainer.restore(state["trainer"])
+    progress.publish(trainer.history)
+    return Watched(best=Best(**state["best"]), generations=state["generations"], published=len(trainer.history))
