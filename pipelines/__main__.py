@@ -47,6 +47,7 @@ COMMANDS = (
     results.report,
     results.label_tasks,
     kubeflow.compile_,
+    kubeflow.lint,
     submit.submit,
     submit.watch,
     schedule.schedule,

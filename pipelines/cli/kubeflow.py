@@ -1,12 +1,17 @@
-"""Commands for a cluster: compile."""
+"""Commands for specifications: compile one, and lint any."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
 from reflux.pipelines.cli.recipe import CONFIG, IMAGE, RECIPE, SETTINGS, configured
+
+REQUIRE_DIGESTS = click.option(
+    "--require-digests", is_flag=True, help="Refuse an image that is named by a tag, which can move."
+)
 
 
 @click.command(name="compile")
@@ -18,16 +23,19 @@ from reflux.pipelines.cli.recipe import CONFIG, IMAGE, RECIPE, SETTINGS, configu
     help="File to write; the default is the terminal.",
 )
 @IMAGE
+@click.option("--store", metavar="s3://…", default="", help="What the form's field has in it; the default is nothing.")
+@REQUIRE_DIGESTS
 @SETTINGS
 @CONFIG
 def compile_(
-    recipe: str, output: Path | None, image: str | None, settings: tuple[str, ...], config: Path | None
-) -> None:
-    """The KFP specification of a recipe, for `kfp` or the Pipelines UI."""
-    from reflux.pipelines.compile import compile_to_text
-    from reflux.pipelines.distillation import distillation
+    recipe: str, output: Path | None, image: str | None, store: str, require_digests: bool, settings: tuple[str, ...],
+    config: Path | None,
+) -> None:  # fmt: skip
+    """The KFP specification of a recipe, for `kfp` or the Pipelines UI. What no cluster can run is refused."""
+    from reflux.pipelines.compile import compile_recipe
 
-    text = compile_to_text(distillation(configured(recipe, config, {}, settings), image or ""))
+    full = configured(recipe, config, {}, settings)
+    text = compile_recipe(recipe, full, image=image or "", store=store, require_digests=require_digests)
     if output is None:
         click.echo(text, nl=False)
         return
@@ -37,3 +45,20 @@ def compile_(
         raise ValueError(f"--output {output}: there is no folder {output.parent}; make it first") from None
     except OSError as error:
         raise ValueError(f"--output {output}: cannot be written ({error.strerror})") from None
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@REQUIRE_DIGESTS
+def lint(file: Path, require_digests: bool) -> None:
+    """What a Kubeflow cluster cannot run of FILE, a KFP specification or a PipelineVersion, whoever made it.
+
+    Exit codes: 0 nothing is found, 1 something is, 2 it is no specification.
+    """
+    from reflux.pipelines import ir_lint
+
+    findings = ir_lint.lint(file.read_text(encoding="utf-8"), require_digests=require_digests)
+    for finding in findings:
+        click.echo(finding)
+    if findings:
+        sys.exit(1)

@@ -10,31 +10,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from import_blocked import HEAVY, without
 
 from reflux.pipelines import embedded_store
 from reflux.pipelines.__main__ import cli
 
-HEAVY = ("torch", "triton", "pyarrow", "mlflow", "transformers", "boto3", "kfp")
-BLOCKED = """
-import sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
-            raise ImportError(name + " is blocked")
-sys.meta_path.insert(0, Block())
-from reflux.pipelines.__main__ import cli
-cli({arguments!r})
-"""
-
 
 def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(cli, list(map(str, arguments)))
-
-
-def without(blocked: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in its own process, where importing those packages fails."""
-    code = BLOCKED.format(blocked=set(blocked), arguments=list(arguments))
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["store", "--help"], ["store", "status"]])
@@ -52,6 +35,20 @@ def test_compile_needs_only_kfp(tmp_path: Path) -> None:
     assert invoke("compile", "--recipe", "demo").output == text
     changed = invoke("compile", "--recipe", "demo", "--set", "distill.max_steps=2").output
     assert changed != text
+
+
+def test_lint_reads_what_compile_wrote_and_what_others_did(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    assert invoke("compile", "--recipe", "demo", "--store", "s3://bucket/reflux", "-o", path).exit_code == 0
+    assert "defaultValue: s3://bucket/reflux" in path.read_text()
+    assert (invoke("lint", path).exit_code, invoke("lint", path).output) == (0, "")
+    tags = invoke("lint", path, "--require-digests")
+    assert tags.exit_code == 1
+    assert "distill, image: reflux-python-cpu:" in tags.output
+    path.write_text(path.read_text().replace("'{{$.pipeline_job_uuid}}'", "run-{{$.pipeline_job_uuid}}"))
+    literal = invoke("lint", path)
+    assert literal.exit_code == 1
+    assert "distill, input job: run-{{$.pipeline_job_uuid}}; " in literal.output
 
 
 @pytest.mark.parametrize(
@@ -74,6 +71,8 @@ def test_compile_needs_only_kfp(tmp_path: Path) -> None:
         (["lineage", "no-such-run"], "no such folder"),
         (["run", "--recipe", "demo", "--data-dir", "/dev/null/data"], "--data-dir /dev/null/data: cannot be written"),
         (["store", "start", "--data-dir", "/dev/null/data"], "--data-dir /dev/null/data: cannot be written"),
+        (["compile", "--recipe", "demo", "--require-digests"], "a tag is a name that moves"),
+        (["lint", __file__], "not a KFP specification: "),
         (["compile", "--recipe", "demo", "-o", "no/p.yaml"], "--output no/p.yaml: there is no folder no"),
         (["compile", "--recipe", "demo", "-o", "/dev/null/p.yaml"], "--output /dev/null/p.yaml: cannot be written"),
     ],
