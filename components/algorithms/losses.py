@@ -1,10 +1,10 @@
-"""Distillation objectives per token, in nats, on log-probabilities.
+"""Distillation objectives per token, in nats, on whole next-token distributions.
 
 Every objective has one signature, so that a recipe chooses it by name and everything around it (chunking, masks, the
 sparse teacher) serves all of them. A sparse teacher is K tokens and the tail's mass as one more bucket: `bucketed`
 cuts the student's distribution into the same buckets, and the objectives apply to those as to a small vocabulary
-(objectives.md, rule 6). Shapes: N tokens, V vocabulary of the tokenizer (or K + 1 buckets), K kept tokens, U
-distinct drawn ones.
+(objectives.md, rule 6). What needs only the tokens that were written is in written_losses.py. Shapes: N tokens, V
+vocabulary of the tokenizer (or K + 1 buckets), K kept tokens, U distinct drawn ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 Objective = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""(student log-probabilities [N, V], teacher's [N, V], beta) -> [N] nats."""
+"""(student log-probabilities [N, V], teacher's [N, V], its one parameter) -> [N] nats."""
 
 
 def forward_kl(student_NV: torch.Tensor, teacher_NV: torch.Tensor, beta: float = 0.0) -> torch.Tensor:
@@ -37,14 +37,39 @@ def beta_jsd(student_NV: torch.Tensor, teacher_NV: torch.Tensor, beta: float) ->
     """
     if beta in (0.0, 1.0):
         return forward_kl(student_NV, teacher_NV) if beta == 0.0 else reverse_kl(student_NV, teacher_NV)
-    possible_NV = teacher_NV.clamp(min=torch.finfo(teacher_NV.dtype).min)  # logaddexp(-inf, -inf) has a NaN gradient
-    mixture_NV = torch.logaddexp(possible_NV + math.log(beta), student_NV + math.log1p(-beta))
+    mixture_NV = _mixture(student_NV, teacher_NV, beta)
     return beta * _expected(teacher_NV, teacher_NV, mixture_NV) + (1 - beta) * _expected(
         student_NV, student_NV, mixture_NV
     )
 
 
-OBJECTIVES: dict[str, Objective] = {"beta_jsd": beta_jsd, "forward_kl": forward_kl, "reverse_kl": reverse_kl}
+def skew_forward_kl(student_NV: torch.Tensor, teacher_NV: torch.Tensor, skew: float) -> torch.Tensor:
+    """KL(T ‖ skew * T + (1 − skew) * S) of DistiLLM (arXiv 2402.03898, eq. 3): finite, and with a bounded gradient,
+    where the student gives a token of the teacher no mass. At 0 the forward KL.
+    """
+    return _expected(teacher_NV, teacher_NV, _mixture(student_NV, teacher_NV, skew) if skew else student_NV)
+
+
+def skew_reverse_kl(student_NV: torch.Tensor, teacher_NV: torch.Tensor, skew: float) -> torch.Tensor:
+    """KL(S ‖ skew * S + (1 − skew) * T), its mirror image (same paper, section 3.1). At 0 the reverse KL."""
+    return _expected(student_NV, student_NV, _mixture(student_NV, teacher_NV, 1 - skew) if skew else teacher_NV)
+
+
+def cross_entropy(student_NV: torch.Tensor, teacher_NV: torch.Tensor, _: float = 0.0) -> torch.Tensor:
+    """The teacher's probabilities against the student's: the forward KL and the teacher's entropy, so with the forward
+    KL's gradient and the value of a language model's loss.
+    """
+    return _expected(teacher_NV, torch.zeros_like(student_NV), student_NV)
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "beta_jsd": beta_jsd,
+    "cross_entropy": cross_entropy,
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "skew_forward_kl": skew_forward_kl,
+    "skew_reverse_kl": skew_reverse_kl,
+}
 
 
 def log_probabilities(logits_NP: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -68,8 +93,21 @@ def sampled_forward_kl(
     Weights are shares of the draws, 0 in places without a token; the entropy is the teacher's own, so that the value is
     that of `forward_kl` and not of a cross-entropy.
     """
+    return sampled_cross_entropy(student_NV, token_ids_NU, weights_NU) - entropy_nats_N
+
+
+def sampled_cross_entropy(
+    student_NV: torch.Tensor, token_ids_NU: torch.Tensor, weights_NU: torch.Tensor
+) -> torch.Tensor:
+    """[N] estimate of the cross-entropy from the same draws, unbiased in value and gradient."""
     drawn_NU = student_NV.gather(-1, token_ids_NU).masked_fill(weights_NU == 0, 0.0)
-    return -(weights_NU * drawn_NU).sum(-1) - entropy_nats_N
+    return -(weights_NU * drawn_NU).sum(-1)
+
+
+def _mixture(student_NV: torch.Tensor, teacher_NV: torch.Tensor, teacher_share: float) -> torch.Tensor:
+    """[N, V] log of teacher_share * T + (1 − teacher_share) * S, for a share in (0, 1)."""
+    possible_NV = teacher_NV.clamp(min=torch.finfo(teacher_NV.dtype).min)  # logaddexp(-inf, -inf) has a NaN gradient
+    return torch.logaddexp(possible_NV + math.log(teacher_share), student_NV + math.log1p(-teacher_share))
 
 
 def _expected(weights_NV: torch.Tensor, left_NV: torch.Tensor, right_NV: torch.Tensor) -> torch.Tensor:

@@ -62,8 +62,9 @@ class Particles:
 def power_particles(extend: Extend, seeds: Sequence[int], *, particles: int, alpha: float, blocks: int) -> Particles:
     """Answers to G prompts, one seed for each, in at most `blocks` blocks; an answer cut there counts as it stands.
 
-    Proposals may come from any distribution that gives mass wherever the teacher does; temperature 1 / alpha fits best.
-    ValueError for a number that makes no weights.
+    Proposals may come from any distribution that gives mass wherever the teacher does. Temperature 1 / alpha fits a
+    student that is still the teacher; one that has become pi_alpha proposes at it too narrowly for few particles, and
+    without an anchor sharpens itself beyond alpha. ValueError for a number that makes no weights.
     """
     if particles < 1 or blocks < 1 or not 0 < alpha < math.inf:
         raise ValueError(f"particles {particles}, blocks {blocks}, alpha {alpha}: all must be positive")

@@ -38,17 +38,17 @@ def sampled_reverse_kl(written: Written) -> Tensor:
     """[N] the reverse KL by the one token that the student drew: A_t = −(log pi_S(y_t) − log pi_T(y_t)) as advantage.
 
     The value estimates KL(S ‖ T) and the gradient is −A_t * ∇log pi_S(y_t), whose mean over draws is the gradient of
-    `reverse_kl` at that token. Rollouts wait in a buffer, so a token counts by pi_S now over pi_S when it was drawn. A
-    token that the student can no longer draw counts nothing.
+    `reverse_kl` at that token. Rollouts wait in a buffer, so a token counts by pi_S now over pi_S when it was drawn;
+    one on the edge of a nucleus, outside it at one of the two times, counts nothing.
     """
     assert written.teacher_N is not None
     assert written.drawn_N is not None
     now_N = written.student_N.detach()
-    possible_N = now_N > -torch.inf
+    possible_N = (now_N > -torch.inf) & (written.drawn_N > -torch.inf)
     advantage_N = (written.teacher_N - now_N).masked_fill(~possible_N, 0.0)
     if written.later_N is not None:
         advantage_N = advantage_N + written.later_N
-    ratio_N = (written.student_N.masked_fill(~possible_N, 0.0) - written.drawn_N).exp().masked_fill(~possible_N, 0.0)
+    ratio_N = (written.student_N - written.drawn_N).masked_fill(~possible_N, -torch.inf).exp()
     return -advantage_N * ratio_N
 
 
@@ -93,7 +93,7 @@ def drawn_from(logprobs_NV: Tensor, temperature: float, top_p: float) -> Tensor:
     if top_p == 1:
         return tempered_NV
     with torch.no_grad():
-        falling_NV, order_NV = tempered_NV.exp().sort(-1, descending=True, stable=True)
+        falling_NV, order_NV = tempered_NV.exp().sort(dim=-1, descending=True, stable=True)
         before_NV = falling_NV.double().cumsum(-1) - falling_NV.double()
         inside_NV = torch.zeros_like(falling_NV, dtype=torch.bool).scatter(-1, order_NV, before_NV < top_p)
     return tempered_NV.masked_fill(~inside_NV, -torch.inf).log_softmax(-1)

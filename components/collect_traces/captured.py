@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from reflux.components.algorithms.attention_rows import SparseAttention, sparse_attention
-from reflux.components.algorithms.attention_watch import intercepted_attention
+from reflux.components.algorithms.attention_watch import intercepted_attention, require_plain
 from reflux.components.algorithms.low_bit import decoder_layers
 from reflux.components.algorithms.rollouts import cache_argument
 from reflux.components.collect_traces.config import CollectTracesConfig
@@ -121,9 +121,7 @@ def _watched(model: Any, layers: list[int], rows: Tensor, top: int) -> Iterator[
         attend: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> Any:
         if module in chosen:
-            strange = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
-            if strange:
-                raise ValueError(f"{type(module).__name__}: its attention has {strange}, which is not recomputed here")
+            require_plain(module, options)
             mask_LL = None if mask is None else mask[0, 0]
             scaling = options["scaling"]
             seen[chosen[module]] = sparse_attention(query[0], key[0], rows, top, scaling=scaling, mask_TT=mask_LL)

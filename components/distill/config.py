@@ -30,7 +30,8 @@ class DistillConfig:
 
     objective: str = "beta_jsd"
     """Per token, a name or a weighted sum ("0.9*beta_jsd + 0.1*cross_entropy"): beta_jsd, forward_kl, reverse_kl,
-    skew_forward_kl, skew_reverse_kl, cross_entropy; sampled_reverse_kl and sharpening on rollouts; next_token on traces.
+    skew_forward_kl, skew_reverse_kl, cross_entropy; on rollouts also sampled_reverse_kl and sharpening, on traces
+    next_token.
     """
     trace_objective: str = ""
     """The one on traces; "" is the same as on rollouts."""
@@ -47,7 +48,7 @@ class DistillConfig:
     sharpen_alpha: float = 2.0
     """Of sharpening: the exponent of the teacher's probability of a whole answer."""
     sharpen_temperature: float = 0.0
-    """At which its particles are drawn, instead of rollout_temperature; 0 is 1 / sharpen_alpha, the published choice."""
+    """At which its particles are drawn, instead of rollout_temperature; 0 is the published 1 / sharpen_alpha."""
     sharpen_particles: int = 16
     """Answers to one prompt that are weighed against each other; must divide rollout_batch."""
     sharpen_block_tokens: int = 64

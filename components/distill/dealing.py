@@ -4,15 +4,16 @@ refilled when empty.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from reflux.components.algorithms.loops import ends_in_loop
-from reflux.components.algorithms.low_bit import frozen_weights
-from reflux.components.algorithms.rollouts import Rollout, Sampling, derive_seed, rollout
+from reflux.components.algorithms.draws import derive_seed
+from reflux.components.algorithms.rollouts import Engine, Request
 
 from .examples import Sequence
+from .own_answers import Answer, Own
 
 
 class Deck:
@@ -44,22 +45,22 @@ def own_rollouts(step: int, batch_sequences: int, share: float) -> int:
 
 
 class RolloutBuffer:
-    """The student's answers to training prompts, sampled through its deployed forward; `take` makes more when none
-    are left.
-    """
+    """The student's answers to training prompts; `take` asks for more when none are left."""
 
     def __init__(
         self,
-        student: Any,
-        tokenizer: Any,
+        engine: Engine,
+        answer: Answer,
         prompts: Deck,
         prompt_ids: dict[str, list[int]],
-        sampling: Sampling,
         seed: int,
+        *,
+        per_prompt: int = 1,
     ) -> None:
-        self.student, self.tokenizer, self.prompts, self.prompt_ids = student, tokenizer, prompts, prompt_ids
-        self.sampling, self.seed = sampling, seed
-        self.waiting: list[tuple[list[int], int]] = []  # token ids, length of the prompt
+        """`answer` makes of the engine's draws what the objectives need, `per_prompt` answers of each request."""
+        self.engine, self.answer, self.prompts, self.prompt_ids = engine, answer, prompts, prompt_ids
+        self.seed, self.per_prompt = seed, per_prompt
+        self.waiting: list[Own] = []
         self.made = 0
         self.health: dict[str, float] = {}
 
@@ -69,43 +70,30 @@ class RolloutBuffer:
             self._refill(batch)
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
         return [
-            Sequence(token_ids=ids[:max_tokens], first_scored=1 if score_prompts else prompt_tokens)
-            for ids, prompt_tokens in taken
+            Sequence(
+                token_ids=own.token_ids[:max_tokens],
+                first_scored=1 if score_prompts else own.prompt_tokens,
+                drawn_nats=None if own.drawn_nats is None else own.drawn_nats[: max(0, max_tokens - own.prompt_tokens)],
+                weight=own.weight,
+                cut_tokens=max(0, len(own.token_ids) - max_tokens),
+            )
+            for own in taken
         ]
 
     def _refill(self, batch: int) -> None:
-        names = self.prompts.deal(batch)
-        seeds = [derive_seed(self.seed, "rollout", self.made + i) for i in range(batch)]
-        self.student.eval()
-        with frozen_weights(self.student):
-            answers = rollout(
-                self.student,
-                [self.prompt_ids[name] for name in names],
-                self.sampling,
-                seeds=seeds,
-                eos_token_id=self.tokenizer.eos_token_id,
-                pad_token_id=self.tokenizer.pad_token_id or 0,
-                vocab_size=len(self.tokenizer),
-            )
-        self.made += batch
-        self.waiting += [(a.prompt_token_ids + a.response_token_ids, len(a.prompt_token_ids)) for a in answers]
-        self.health = rollout_health(answers)
+        requests = [
+            Request(prompt_token_ids=self.prompt_ids[name], seed=derive_seed(self.seed, "rollout", self.made + number))
+            for number, name in enumerate(self.prompts.deal(batch // self.per_prompt))
+        ]
+        answers, self.health = self.answer(self.engine, requests)
+        self.made += len(requests)
+        self.waiting += answers
 
     def state(self) -> dict[str, Any]:
-        waiting = [[ids, prompt_tokens] for ids, prompt_tokens in self.waiting]
+        waiting = [asdict(own) for own in self.waiting]
         return {"waiting": waiting, "made": self.made, "health": self.health, "prompts": self.prompts.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.waiting = [(ids, prompt_tokens) for ids, prompt_tokens in state["waiting"]]
+        self.waiting = [Own(**own) for own in state["waiting"]]
         self.made, self.health = state["made"], dict(state["health"])
         self.prompts.restore(state["prompts"])
-
-
-def rollout_health(answers: list[Rollout]) -> dict[str, float]:
-    """Mean length, share without EOS (budget exhaustion) and share that ends in a loop (objectives.md, rule 12)."""
-    count = len(answers)
-    return {
-        "rollout_tokens": sum(len(a.response_token_ids) for a in answers) / count,
-        "rollout_budget_exhausted": sum(a.stop_reason == "length" for a in answers) / count,
-        "rollout_loop_rate": sum(ends_in_loop(a.response_token_ids) for a in answers) / count,
-    }

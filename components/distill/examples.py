@@ -18,6 +18,7 @@ from reflux.components.artifacts import Artifact
 
 from .config import DistillConfig
 from .stored import READERS, Stored
+from .terms import OBJECTIVES
 
 COLUMNS = ["trace_id", "split", "prompt_token_ids", "response_token_ids"]
 
@@ -30,10 +31,17 @@ class Sequence:
     first_scored: int
     teacher: Stored | None = None
     """Stored distributions of a trace; None for a rollout, which the teacher scores when it is trained on."""
+    drawn_nats: list[float] | None = None
+    """Of a rollout, log-probability that each scored token was drawn with; where an objective needs it."""
+    weight: float = 1.0
+    """Importance weight of a rollout among those to its prompt, 1 on average."""
+    cut_tokens: int = 0
+    """Tokens left off at the end to fit the longest sequence allowed."""
 
     @property
     def scored(self) -> int:
-        return len(self.token_ids) - self.first_scored
+        """Tokens compared; 0 where the prompt alone is too long."""
+        return max(0, len(self.token_ids) - self.first_scored)
 
 
 def require_contract(metadata: dict[str, str], tokenizer: Any, teacher_digest: str) -> None:
@@ -63,13 +71,17 @@ def require_usable(config: DistillConfig, store: str, kept: int) -> None:
     Draws say nothing about the tokens that were not drawn: a loss that weighs by the student's probabilities (the
     reverse KL and every mixture) would reward moving mass there.
     """
-    forward = config.objective == "forward_kl" or (config.objective == "beta_jsd" and config.beta == 0)
-    if store == "sampled" and not forward:
-        beta = f" with beta {config.beta}" if config.objective == "beta_jsd" else ""
-        raise ValueError(
-            f"distill.objective {config.objective!r}{beta}: needs the teacher's support, and the traces hold a sampled "
-            "store, which serves forward_kl and beta_jsd with beta 0; collect them with trace_store topk"
-        )
+    for term in config.trace_terms if store == "sampled" else ():
+        traits = OBJECTIVES[term.name]
+        if not traits.draws or config.parameter(term):
+            at = f" with {traits.parameter} {config.parameter(term)}" if traits.parameter else ""
+            served = [
+                name + (f" with {t.parameter} 0" if t.parameter else "") for name, t in OBJECTIVES.items() if t.draws
+            ]
+            raise ValueError(
+                f"distill.objective {term.name!r}{at}: needs the teacher's support, and the traces hold a sampled "
+                f"store, which serves {', '.join(served)}; collect them with trace_store topk"
+            )
     if config.trace_k and config.trace_k != kept:
         raise ValueError(
             f"distill.trace_k {config.trace_k}: the traces were collected with {kept}; 0 takes what is there"
@@ -95,7 +107,10 @@ def training_examples(traces: Artifact, max_tokens: int) -> dict[str, Sequence]:
         kept = max(0, min(len(response), max_tokens - len(prompt)))
         if kept:
             sequences[trace_id] = Sequence(
-                token_ids=prompt + response[:kept], first_scored=len(prompt), teacher=reader.decode(row).first(kept)
+                token_ids=prompt + response[:kept],
+                first_scored=len(prompt),
+                teacher=reader.decode(row).first(kept),
+                cut_tokens=len(response) - kept,
             )
     if uncovered:
         raise ValueError(

@@ -1,66 +1,39 @@
 """The loss of one micro-batch: student against teacher at every scored token, the teacher live on rollouts and stored
 on traces.
 
-The sum is returned, not a mean: the trainer divides by the scored tokens of the whole optimizer step (objectives.md,
-rule 1). Shapes: B sequences, T tokens, N scored tokens, C of a chunk, D hidden, V vocabulary of the tokenizer, K kept
-tokens, U distinct drawn ones.
+What is summed at a token is the recipe's weighted sum of objectives (terms.py). The sum over tokens is returned, not a
+mean: the trainer divides by the scored tokens of the whole optimizer step (objectives.md, rule 1). Shapes: N scored
+tokens, C of a chunk, D hidden, P rows of the head, V vocabulary of the tokenizer, B = K + 1 buckets, K kept tokens, U
+distinct drawn ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from reflux.components.algorithms.chunked_loss import TokenLoss, chunked_loss
 from reflux.components.algorithms.losses import (
     OBJECTIVES,
     bucketed,
-    forward_kl,
     log_probabilities,
-    reverse_kl,
+    sampled_cross_entropy,
     sampled_forward_kl,
 )
-from reflux.components.algorithms.output_head import final_hidden_states, output_head
-from reflux.components.sequences import padded
+from reflux.components.algorithms.written_losses import WRITTEN_OBJECTIVES, Written, discounted_later, drawn_from
 
+from .config import DistillConfig
 from .examples import Sequence
+from .observed import Observed, against_buckets, against_whole, entropy, observed_rows
+from .scorer import scored_token_ids, scorer
 from .stored import SampledTeacher, SparseTeacher
-
-OBSERVED_TOKENS = 64
-"""Scored tokens of each micro-batch on which the metrics are taken: each costs as much as the loss itself."""
-TOP = 16
-"""Size of the two top sets whose overlap and mass are reported (arXiv 2604.13016)."""
-
-
-@dataclass
-class Observed:
-    """Sums of the metrics of rule 12 over the observed tokens of one optimizer step."""
-
-    tokens: int = 0
-    sums: dict[str, float] = field(default_factory=dict)
-
-    def add(self, student_NV: torch.Tensor, teacher_NV: torch.Tensor) -> None:
-        student_top_NK, teacher_top_NK = student_NV.topk(TOP).indices, teacher_NV.topk(TOP).indices
-        shared_NKK = student_top_NK[:, :, None] == teacher_top_NK[:, None, :]
-        values = {
-            "kl_forward_nats": forward_kl(student_NV, teacher_NV),
-            "kl_reverse_nats": reverse_kl(student_NV, teacher_NV),
-            "student_entropy_nats": torch.special.entr(student_NV.exp()).sum(-1),
-            "teacher_entropy_nats": torch.special.entr(teacher_NV.exp()).sum(-1),
-            "top_overlap": shared_NKK.any(-1).float().mean(-1),
-            "student_mass_on_teacher_top": student_NV.gather(-1, teacher_top_NK).exp().sum(-1),
-            "teacher_mass_on_student_top": teacher_NV.gather(-1, student_top_NK).exp().sum(-1),
-        }
-        self.tokens += len(student_NV)
-        for name, value_N in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value_N.sum().item()
-
-    def means(self) -> dict[str, float]:
-        return {name: total / self.tokens for name, total in self.sums.items()} if self.tokens else {}
+from .terms import Term
 
 
 class DistillationLoss:
@@ -71,84 +44,158 @@ class DistillationLoss:
         student: Any,
         teacher: Any,
         tokenizer: Any,
-        objective: str,
-        beta: float,
+        config: DistillConfig,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         """`compute_dtype` is that of the passes through the layers; logits and losses are float32 whatever it is."""
-        self.student, self.teacher, self.compute_dtype = student, teacher, compute_dtype
-        self.student_head, self.teacher_head = output_head(student), output_head(teacher)
-        self.objective, self.beta = OBJECTIVES[objective], beta
-        self.vocab_size, self.pad = len(tokenizer), tokenizer.pad_token_id or 0
+        self.config, self.compute_dtype = config, compute_dtype
+        self.student, self.teacher = (
+            scorer(model, tokenizer, compute_dtype, packing=config.packing) for model in (student, teacher)
+        )
 
-    def __call__(self, sequences: Iterable[Sequence], observed: Observed | None = None) -> torch.Tensor:
-        """Sum over the scored tokens, nats; differentiable in the student."""
+    def __call__(self, sequences: Iterable[Sequence], observed: Observed | None = None) -> Tensor:
+        """Sum over the scored tokens, nats; differentiable in the student. 0 where no token is scored."""
         rollouts = [s for s in sequences if s.teacher is None]
         traces = [s for s in sequences if s.teacher is not None]
-        hidden_BTD = self._hidden(self.student, [*rollouts, *traces])
-        loss = hidden_BTD.new_zeros(())
+        if observed is not None:
+            observed.add(_cut([*rollouts, *traces]))
+        hidden_ND = self.student.hidden([*rollouts, *traces])
+        split = sum(s.scored for s in rollouts)
+        loss = hidden_ND.new_zeros(())
         if rollouts:
-            loss = loss + self._against_live_teacher(hidden_BTD[: len(rollouts)], rollouts, observed)
+            loss = loss + self._on_rollouts(hidden_ND[:split], rollouts, observed)
         if traces:
-            loss = loss + self._against_stored_teacher(hidden_BTD[len(rollouts) :], traces)
+            loss = loss + self._on_traces(hidden_ND[split:], traces, observed)
         return loss
 
-    def _against_live_teacher(
-        self, hidden_BTD: torch.Tensor, rollouts: list[Sequence], observed: Observed | None
-    ) -> torch.Tensor:
+    def _on_rollouts(self, hidden_ND: Tensor, rollouts: list[Sequence], observed: Observed | None) -> Tensor:
+        terms = self.config.rollout_terms
         with torch.no_grad():
-            teacher_ND = _scored(self._hidden(self.teacher, rollouts), rollouts)
+            teacher_ND = self.teacher.hidden(rollouts)
+        written = self._written(hidden_ND.detach(), teacher_ND, rollouts)
 
-        def token_loss(logits_CP: torch.Tensor, rows: slice) -> torch.Tensor:
-            student_CV = log_probabilities(logits_CP, self.vocab_size)
+        def token_loss(logits_CP: Tensor, rows: slice) -> Tensor:
+            student_CV = log_probabilities(logits_CP, self.student.vocab_size)
             with torch.no_grad():
-                teacher_CV = log_probabilities(self.teacher_head(teacher_ND[rows]), self.vocab_size)
-                if observed is not None and rows.start == 0:
-                    observed.add(student_CV[:OBSERVED_TOKENS], teacher_CV[:OBSERVED_TOKENS])
-            return self.objective(student_CV, teacher_CV, self.beta)
+                teacher_CV = self.teacher.log_probabilities(teacher_ND[rows])
+                if observed is not None:
+                    seen = observed_rows(rows, len(hidden_ND))
+                    observed.add(against_whole(student_CV[seen], teacher_CV[seen]))
+            return self._sum(terms, student_CV, teacher_CV, lambda: written(student_CV, teacher_CV, rows))
 
-        return chunked_loss(_scored(hidden_BTD, rollouts), self.student_head, token_loss)
+        return chunked_loss(hidden_ND, self.student.head, token_loss)
 
-    def _against_stored_teacher(self, hidden_BTD: torch.Tensor, traces: list[Sequence]) -> torch.Tensor:
+    def _on_traces(self, hidden_ND: Tensor, traces: list[Sequence], observed: Observed | None) -> Tensor:
         sparse = [s.teacher for s in traces if isinstance(s.teacher, SparseTeacher)]
         sampled = [s.teacher for s in traces if isinstance(s.teacher, SampledTeacher)]
         assert not (sparse and sampled), "traces of one artifact are in one store"
-        token_loss = self._over_buckets(sparse) if sparse else self._over_draws(sampled)
-        return chunked_loss(_scored(hidden_BTD, traces), self.student_head, token_loss)
+        token_ids_N = scored_token_ids(traces).to(hidden_ND.device)
+        token_loss = (
+            self._over_buckets(sparse, token_ids_N, observed)
+            if sparse
+            else self._over_draws(sampled, token_ids_N, observed)
+        )
+        return chunked_loss(hidden_ND, self.student.head, token_loss)
 
-    def _over_buckets(self, stored: list[SparseTeacher]) -> TokenLoss:
-        token_ids_NK = torch.cat([teacher.token_ids_TK for teacher in stored])
-        teacher_NB = torch.cat([teacher.logprobs_TB for teacher in stored])
+    def _over_buckets(self, stored: list[SparseTeacher], token_ids_N: Tensor, observed: Observed | None) -> TokenLoss:
+        kept_NK = torch.cat([teacher.token_ids_TK for teacher in stored]).to(token_ids_N.device)
+        teacher_NB = torch.cat([teacher.logprobs_TB for teacher in stored]).to(token_ids_N.device)
 
-        def token_loss(logits_CP: torch.Tensor, rows: slice) -> torch.Tensor:
-            student_CB = bucketed(log_probabilities(logits_CP, self.vocab_size), token_ids_NK[rows])
-            return self.objective(student_CB, teacher_NB[rows], self.beta)
+        def token_loss(logits_CP: Tensor, rows: slice) -> Tensor:
+            student_CV = log_probabilities(logits_CP, self.student.vocab_size)
+            student_CB = bucketed(student_CV, kept_NK[rows])
+            if observed is not None:
+                seen = observed_rows(rows, len(kept_NK))
+                parts = (student_CV, student_CB, teacher_NB[rows], kept_NK[rows])
+                observed.add(against_buckets(*(part[seen] for part in parts)))
+            written = Written(student_N=_at(student_CV, token_ids_N[rows]))
+            return self._sum(self.config.trace_terms, student_CB, teacher_NB[rows], lambda: written)
 
         return token_loss
 
-    def _over_draws(self, stored: list[SampledTeacher]) -> TokenLoss:
-        """The forward KL, which is all that draws can serve (`examples.require_usable`)."""
+    def _over_draws(self, stored: list[SampledTeacher], token_ids_N: Tensor, observed: Observed | None) -> TokenLoss:
+        """What is linear in the teacher's probabilities, which is all that draws can serve
+        (`examples.require_usable`).
+        """
         width = max(teacher.token_ids_TU.shape[1] for teacher in stored)
-        token_ids_NU, weights_NU = (
-            torch.cat([pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors])
+        drawn_NU, share_NU = (
+            torch.cat([pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]).to(token_ids_N.device)
             for tensors in ([t.token_ids_TU for t in stored], [t.weights_TU for t in stored])
         )
-        entropy_N = torch.cat([teacher.entropy_nats_T for teacher in stored])
+        entropy_N = torch.cat([teacher.entropy_nats_T for teacher in stored]).to(token_ids_N.device)
 
-        def token_loss(logits_CP: torch.Tensor, rows: slice) -> torch.Tensor:
-            student_CV = log_probabilities(logits_CP, self.vocab_size)
-            return sampled_forward_kl(student_CV, token_ids_NU[rows], weights_NU[rows], entropy_N[rows])
+        def token_loss(logits_CP: Tensor, rows: slice) -> Tensor:
+            student_CV = log_probabilities(logits_CP, self.student.vocab_size)
+            draws = (drawn_NU[rows], share_NU[rows])
+            forward_C = sampled_forward_kl(student_CV, *draws, entropy_N[rows])
+            if observed is not None:
+                seen = observed_rows(rows, len(token_ids_N))
+                observed.add(
+                    {
+                        "trace_kl_forward_nats": forward_C[seen],
+                        "trace_student_entropy_nats": entropy(student_CV[seen]),
+                        "trace_teacher_entropy_nats": entropy_N[rows][seen],
+                    }
+                )
+            of_name = {
+                "cross_entropy": lambda: sampled_cross_entropy(student_CV, *draws),
+                "next_token": lambda: -_at(student_CV, token_ids_N[rows]),
+            }
+            terms = self.config.trace_terms
+            return reduce(add, (t.weight * (of_name[t.name]() if t.name in of_name else forward_C) for t in terms))
 
         return token_loss
 
-    def _hidden(self, model: Any, sequences: list[Sequence]) -> torch.Tensor:
-        inputs = padded([s.token_ids for s in sequences], self.pad)
-        narrow = self.compute_dtype != torch.float32
-        with torch.autocast(inputs[0].device.type, dtype=self.compute_dtype, enabled=narrow):
-            return final_hidden_states(model, *inputs).float()
+    def _sum(
+        self, terms: tuple[Term, ...], student_CB: Tensor, teacher_CB: Tensor, written: Callable[[], Written]
+    ) -> Tensor:
+        """[C] the terms' weighted sum."""
+        values = [
+            WRITTEN_OBJECTIVES[term.name](written())
+            if term.name in WRITTEN_OBJECTIVES
+            else OBJECTIVES[term.name](student_CB, teacher_CB, self.config.parameter(term))
+            for term in terms
+        ]
+        return reduce(add, (term.weight * value_C for term, value_C in zip(terms, values, strict=True)))
+
+    def _written(
+        self, student_ND: Tensor, teacher_ND: Tensor, rollouts: list[Sequence]
+    ) -> Callable[[Tensor, Tensor, slice], Written]:
+        """What is known of the rollouts' tokens beside the two distributions of a chunk."""
+        config, device = self.config, student_ND.device
+        token_ids_N = scored_token_ids(rollouts).to(device)
+        weight_N = torch.tensor([s.weight for s in rollouts for _ in range(s.scored)], device=device)
+        drawn_N = later_N = None
+        temperature, top_p = 1.0, 1.0
+        if config.minimises("sampled_reverse_kl"):
+            temperature, top_p = config.rollout_temperature, config.rollout_top_p
+            drawn_N = torch.tensor([nats for s in rollouts for nats in s.drawn_nats or ()], device=device)
+            assert len(drawn_N) == len(token_ids_N), "rollouts come with what they were drawn with"
+            if config.discount:
+                now_N = self.student.written_nats(student_ND, token_ids_N, temperature=temperature, top_p=top_p)
+                reward_N = self.teacher.written_nats(teacher_ND, token_ids_N) - now_N
+                reward_N = reward_N.masked_fill(now_N == -torch.inf, 0.0)
+                later_N = discounted_later(reward_N, [s.scored for s in rollouts], config.discount)
+
+        def of_chunk(student_CV: Tensor, teacher_CV: Tensor, rows: slice) -> Written:
+            return Written(
+                student_N=_at(drawn_from(student_CV, temperature, top_p), token_ids_N[rows]),
+                teacher_N=_at(teacher_CV, token_ids_N[rows]),
+                drawn_N=None if drawn_N is None else drawn_N[rows],
+                later_N=None if later_N is None else later_N[rows],
+                weight_N=weight_N[rows],
+            )
+
+        return of_chunk
 
 
-def _scored(hidden_BTD: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """[N, D] the hidden states from which the scored tokens are predicted, sequence after sequence."""
-    parts = [hidden_BTD[b, s.first_scored - 1 : len(s.token_ids) - 1] for b, s in enumerate(sequences)]
-    return torch.cat(parts)
+def _at(logprobs_CV: Tensor, token_ids_C: Tensor) -> Tensor:
+    return logprobs_CV.gather(-1, token_ids_C[:, None])[:, 0]
+
+
+def _cut(sequences: list[Sequence]) -> dict[str, Tensor]:
+    """Shares of the sequences that were cut, and of those of which no token is left to score."""
+    return {
+        "truncation_rate": torch.tensor([float(s.cut_tokens > 0) for s in sequences]),
+        "unscored_rate": torch.tensor([float(s.scored == 0) for s in sequences]),
+    }

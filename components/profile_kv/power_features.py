@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reflux.components.algorithms.attention_watch import intercepted_attention, largest_weights, require_plain
+from reflux.components.algorithms.attention_rows import largest_weights
+from reflux.components.algorithms.attention_watch import intercepted_attention, require_plain
 from reflux.components.algorithms.low_bit import decoder_layers
 
 

@@ -10,12 +10,8 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from reflux.components import models
-from reflux.components.algorithms.attention_watch import (
-    ROWS,
-    intercepted_attention,
-    largest_weights,
-    require_plain,
-)
+from reflux.components.algorithms.attention_rows import CHUNK_ROWS, largest_weights
+from reflux.components.algorithms.attention_watch import intercepted_attention, require_plain
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +21,8 @@ def model(tiny_model: Path) -> Any:
 
 def padded_batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Two sequences, longer than one block of rows, the second padded on the right."""
-    input_BT = torch.randint(3, 250, (2, ROWS + 9), generator=torch.Generator().manual_seed(0))
-    return input_BT, (torch.arange(ROWS + 9) < torch.tensor([[ROWS + 9], [21]])).long()
+    input_BT = torch.randint(3, 250, (2, CHUNK_ROWS + 9), generator=torch.Generator().manual_seed(0))
+    return input_BT, (torch.arange(CHUNK_ROWS + 9) < torch.tensor([[CHUNK_ROWS + 9], [21]])).long()
 
 
 def watched(model: Any, **inputs: Any) -> tuple[Any, list[torch.Tensor]]:

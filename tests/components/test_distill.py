@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from safetensors.torch import load
 from tiny_chain import Chain
 
 from reflux.components import models, policy_table, progress
+from reflux.components.algorithms.draws import Sampling, derive_seed
 from reflux.components.algorithms.low_bit import apply_scheme, frozen_weights
-from reflux.components.algorithms.rollouts import derive_seed, rollout
+from reflux.components.algorithms.rollouts import Request, rollout
 from reflux.components.artifacts import Artifact
 from reflux.components.distill import stage
 from reflux.components.distill.config import DistillConfig
@@ -64,11 +65,11 @@ def training(chain: Chain, **options: Any) -> Training:
         policy_table.decode(chain.profile.file("policy_table.bin")),
     )
     teacher, dtype = models.load_model(chain.model), models.compute_dtype(config.compute_dtype)
-    loss = DistillationLoss(student, teacher, tokenizer, config.objective, config.beta, dtype)
+    loss = DistillationLoss(student, teacher, tokenizer, config, dtype)
     examples = training_examples(chain.traces, config.max_sequence_tokens)
     hard = {row["trace_id"] for row in chain.labels.table("hard_samples").to_pylist() if row["hard"]}
     phases = stage.schedule(config, has_policy=True)
-    trainer = stage.make_trainer(config, phases, student, tokenizer, loss, examples, hard)
+    trainer = stage.make_trainer(config, phases, student, tokenizer, loss, examples, hard, chain.model)
     return Training(trainer=trainer, tokenizer=tokenizer, traces=list(examples.values()))
 
 
@@ -122,7 +123,8 @@ def test_fifty_pad_tokens_change_nothing(chain: Chain) -> None:
     longest = max(len(trace.token_ids), len(own.token_ids))
     long = Sequence(token_ids=[5, *[6 + i % 90 for i in range(longest + 49)]], first_scored=longest + 49)
     loss, grads = gradient(held.trainer, [[trace, own], [long]])
-    held.trainer.loss.pad = held.tokenizer.eos_token_id  # an EOS that is a label and one that is padding
+    of_both, eos = held.trainer.loss, held.tokenizer.eos_token_id  # an EOS that is a label and one that is padding
+    of_both.student, of_both.teacher = (replace(model, pad=eos) for model in (of_both.student, of_both.teacher))
     padded_loss, padded_grads = gradient(held.trainer, [[trace, own, long]])
     assert padded_loss == pytest.approx(loss, rel=1e-4)
     assert_same_gradient(grads, padded_grads)
@@ -140,7 +142,7 @@ def test_the_closing_eos_of_an_answer_is_scored(chain: Chain) -> None:
 def test_the_teacher_is_frozen_and_only_the_decoder_and_the_table_learn(chain: Chain) -> None:
     held = training(chain)
     _, grads = gradient(held.trainer, [[held.traces[0], held.rollouts[1]]])
-    teacher = held.trainer.loss.teacher
+    teacher = held.trainer.loss.teacher.model
     assert not teacher.training
     assert all(p.grad is None and not p.requires_grad for p in teacher.parameters())
     assert grads.keys() == held.trainer.trained().keys()
@@ -176,17 +178,19 @@ def test_rollouts_come_through_the_quantised_forward(chain: Chain) -> None:
     made = [s.token_ids for s in buffer.take(4, batch=4, score_prompts=True, max_tokens=256)]
 
     def answers(model: Any) -> list[list[int]]:
+        requests = [
+            Request(prompt_token_ids=buffer.prompt_ids[name], seed=derive_seed(buffer.seed, "rollout", i))
+            for i, name in enumerate(names)
+        ]
         answered = rollout(
-            model, [buffer.prompt_ids[name] for name in names], buffer.sampling,
-            seeds=[derive_seed(buffer.seed, "rollout", i) for i in range(4)],
-            eos_token_id=held.tokenizer.eos_token_id, pad_token_id=held.tokenizer.pad_token_id,
-            vocab_size=len(held.tokenizer),
+            model, requests, Sampling(temperature=1.0, top_p=1.0, max_new_tokens=30),
+            eos_token_id=held.tokenizer.eos_token_id, vocab_size=len(held.tokenizer),
         )  # fmt: skip
         return [answer.prompt_token_ids + answer.response_token_ids for answer in answered]
 
     with frozen_weights(held.trainer.student):
         assert made == answers(held.trainer.student)
-    assert made != answers(held.trainer.loss.teacher)  # the same weights in full precision
+    assert made != answers(held.trainer.loss.teacher.model)  # the same weights in full precision
 
 
 def test_each_phase_moves_its_own_parameters(whole: Artifact, chain: Chain) -> None:
