@@ -1,102 +1,137 @@
 """What MLflow shows of a run: one parent run per pipeline run, one nested run per stage, however often it is retried.
 
 MLflow's fluent API keeps the current run in globals and in MLFLOW_RUN_ID, which nests wrongly under retries; here every
-call names its run. MLflow gives no run ids of our choice, so a run is found by its tags or made. Off, and MLflow not
-imported, while MLFLOW_TRACKING_URI is unset.
+call names its run. Which runs those are, and whether Kubeflow's plugin made them, run_tree.py knows. Off, and MLflow
+not imported, while MLFLOW_TRACKING_URI is unset.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
-import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reflux.components import run_tree, tracked_values
 from reflux.components.artifacts import Artifact
 from reflux.components.progress import MetricPoint
 from reflux.components.provenance import public_uri
 from reflux.components.s3_settings import S3Settings
 from reflux.components.sources import Source
+from reflux.components.storage import Store
 
 EXPERIMENT = "reflux"
-"""Name of the experiment; MLFLOW_EXPERIMENT_NAME overrides it."""
+"""Name of the experiment for runs that Kubeflow's plugin has not begun; MLFLOW_EXPERIMENT_NAME overrides it."""
 
-_DIGEST_CHARACTERS = 36  # MLflow's limit for a dataset's digest; the whole digest stands in a tag of the input
-_METRICS_PER_CALL = 1000  # MLflow's limit
-_PARAMS_PER_CALL = 100  # MLflow's limit
+_ATTEMPT = "reflux.attempt"
 
 
 def enabled() -> bool:
     return bool(os.environ.get("MLFLOW_TRACKING_URI"))
 
 
-def begin_pipeline(run: str, params: Mapping[str, Any]) -> str | None:
-    """Find or make the parent run of pipeline run `run`, mark it running; its MLflow id, None when tracking is off."""
+def check() -> None:
+    """ConnectionError if MLflow cannot be used, unless it is off."""
+    if enabled():
+        connect()
+
+
+def begin_pipeline(run: str, params: Mapping[str, Any], *, store: Store, job: str = "") -> str | None:
+    """Find or make the parent run of pipeline run `run`, mark it running; its MLflow id, None when tracking is off.
+
+    `job` is the id that Kubeflow gave the run, "" elsewhere. ConnectionError if MLflow cannot be used.
+    """
     if not enabled():
         return None
-    client, experiment = _connect()
-    parent = _parent(client, experiment, run)
+    client = connect()
+    parent = run_tree.parent(client, lambda: _experiment(client), store, run, job)
     client.update_run(parent.info.run_id, status="RUNNING")
-    _log_params(client, parent, params)
+    tracked_values.log_params(client, parent.info.run_id, params)
     return parent.info.run_id
 
 
 def end_pipeline(
-    run: str, *, status: str, verdict: str = "", root: str = "", metrics: Mapping[str, float] | None = None,
-    report: Path | None = None,
-) -> None:  # fmt: skip
+    run: str, *, status: str, job: str = "", verdict: str = "", root: str = "", report: Path | None = None
+) -> None:
     """Close the parent run: status FINISHED, FAILED or KILLED, the gate's verdict, the root digest, the report page."""
     if not enabled():
         return
-    client, experiment = _connect()
-    parent = _parent(client, experiment, run)
+    client = connect()
+    parent = run_tree.find_parent(client, _known_experiment(client), run, job)
+    if parent is None:
+        print(f"tracking: MLflow has no run {run}, so there is nothing to close", flush=True)
+        return
     run_id = parent.info.run_id
     for tag, value in {"reflux.verdict": verdict, "reflux.root": root}.items():
         if value:
             client.set_tag(run_id, tag, value)
-    _log_final_metrics(client, parent, metrics or {}, step=0)
     if report is not None:
         client.log_artifact(run_id, str(report))
+    if status != "FINISHED":  # a stage that was killed at once could not say so
+        for stage in run_tree.stages_below(client, parent):
+            if stage.info.status == "RUNNING":
+                client.set_terminated(stage.info.run_id, status=status)
     client.set_terminated(run_id, status=status)
+
+
+def how_it_ended(run: str, job: str, *, failed: bool) -> str:
+    """FINISHED, FAILED or KILLED, from what the stages of a run that is over have left in MLflow; not FINISHED if it is
+    known that it `failed`.
+    """
+    client = connect()
+    parent = run_tree.find_parent(client, _known_experiment(client), run, job)
+    if parent is None:
+        return "FAILED"
+    if "reflux.root" in parent.data.tags and not failed:
+        return "FINISHED"
+    statuses = {stage.info.status for stage in run_tree.stages_below(client, parent)}
+    return "KILLED" if "KILLED" in statuses and "FAILED" not in statuses else "FAILED"
 
 
 @contextmanager
 def stage_run(
     stage: str, run: str, *, key: str, params: Mapping[str, Any], parents: Mapping[str, Artifact],
-    sources: Mapping[str, Source],
+    sources: Mapping[str, Source], store: Store, job: str = "",
 ) -> Iterator[StageRun | None]:  # fmt: skip
     """The nested run of one stage, for the time the stage takes; None when tracking is off.
 
-    A retry, which has the same key, continues the run of the attempt before it. An exception marks the run as FAILED.
+    A retry, which has the same key, takes over the run of the attempt before it: if that one still lives, it logs
+    nothing more. An exception marks the run as FAILED, an interruption as KILLED.
     """
     if not enabled():
         print("tracking: off, because MLFLOW_TRACKING_URI is not set", flush=True)
         yield None
         return
-    client, experiment = _connect()
-    parent = _parent(client, experiment, run)
-    tags = {"reflux.run": run, "reflux.stage": stage, "reflux.key": key}
-    found = _find(client, experiment, tags)
-    nested = found or client.create_run(
-        experiment, run_name=stage, tags={**tags, "mlflow.parentRunId": parent.info.run_id}
-    )
+    client = connect()
+    parent = run_tree.parent(client, lambda: _experiment(client), store, run, job)
+    if parent.info.status in ("FAILED", "KILLED"):
+        client.update_run(parent.info.run_id, status="RUNNING")
+    nested = run_tree.nested(client, parent, store, stage=stage, run=run, key=key, job=job)
     run_id = nested.info.run_id
-    finished = nested.info.status == "FINISHED"
+    tracked = StageRun(
+        client=client,
+        experiment=parent.info.experiment_id,
+        parent_id=parent.info.run_id,
+        run_id=run_id,
+        opened_by_kfp=run_tree.opened_by_kfp(nested),
+        finished_before=nested.info.status == "FINISHED",
+    )
+    client.set_tag(run_id, _ATTEMPT, tracked.attempt)  # before the stage looks for a checkpoint: see `publish`
     client.update_run(run_id, status="RUNNING")
-    _log_params(client, nested, params)
-    _log_inputs(client, run_id, parents, sources)
+    if not tracked.opened_by_kfp:
+        tracked_values.log_params(client, run_id, params)
+    tracked_values.log_inputs(client, run_id, parents, sources)
     try:
-        yield StageRun(client=client, experiment=experiment, run_id=run_id, finished_before=finished)
+        yield tracked
     except BaseException as error:
         with suppress(Exception):  # the stage's own error is the one to see
-            client.set_terminated(run_id, status="FAILED" if isinstance(error, Exception) else "KILLED")
+            tracked.close("FAILED" if isinstance(error, Exception) else "KILLED")
         raise
-    client.set_terminated(run_id, status="FINISHED")
+    tracked.close("FINISHED")
 
 
 @dataclass(kw_only=True)
@@ -105,15 +140,22 @@ class StageRun:
 
     client: Any
     experiment: str
+    parent_id: str
     run_id: str
+    opened_by_kfp: bool
     finished_before: bool
+    attempt: str = field(default_factory=lambda: uuid.uuid4().hex)
+    taken_over: bool = False
     last_step: int = 0
     waiting: list[MetricPoint] = field(default_factory=list)
 
     def publish(self, points: list[MetricPoint]) -> None:
         """Log points. MLflow drops a point that repeats step, time and value, so a resumed stage may publish again.
 
-        A server that is away does not stop the training: its points wait for the next call, at the latest `finish`.
+        The last attempt to begin is the one that logs. It began before it looked for a checkpoint, and points are
+        published after a checkpoint holds them; so what an earlier attempt still logs are points that the last one
+        found in its checkpoint, with their times. A server that is away does not stop the training: its points wait for
+        the next call, at the latest `finish`.
         """
         self.waiting += points
         try:
@@ -123,70 +165,105 @@ class StageRun:
 
     def finish(self, artifact: Artifact, *, reused: bool, pages: Mapping[str, bytes]) -> None:
         """What the stage came to: final metrics, digest and key, pages by file name; where it was made, if reused."""
-        self._log_waiting()
+        if not self._log_waiting():
+            return
         tags = {"reflux.digest": artifact.digest, "reflux.artifact": artifact.uri}
         if reused and not self.finished_before:
             tags["reused_from"] = self._origin(artifact)
         for tag, value in tags.items():
             self.client.set_tag(self.run_id, tag, value)
-        nested = self.client.get_run(self.run_id)
-        _log_final_metrics(self.client, nested, artifact.metrics, step=self.last_step)
+        if not self.opened_by_kfp:
+            tracked_values.log_final_metrics(self.client, self.run_id, artifact, step=self.last_step)
         with tempfile.TemporaryDirectory() as folder:
             for name, page in pages.items():
                 path = Path(folder, name)
                 path.write_bytes(page)
                 self.client.log_artifact(self.run_id, str(path))
 
-    def _log_waiting(self) -> None:
-        from mlflow.entities import Metric
+    def close(self, status: str) -> None:
+        """Mark it as ended, unless it goes on in another attempt."""
+        if self._is_mine():
+            self.client.set_terminated(self.run_id, status=status)
 
-        metrics = [
-            Metric(key=name, value=value, timestamp=point.time_ms, step=point.step)
-            for point in self.waiting
-            for name, value in point.values.items()
-        ]
-        for start in range(0, len(metrics), _METRICS_PER_CALL):
-            self.client.log_batch(self.run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
+    @property
+    def url(self) -> str:
+        """The run's page, "" where no server shows it."""
+        return run_url(self.experiment, self.run_id)
+
+    def _log_waiting(self) -> bool:
+        """Whether the run is still this attempt's."""
+        mine = self._is_mine()
+        if mine:
+            tracked_values.log_points(self.client, self.run_id, self.waiting)
         self.last_step = max([self.last_step, *(point.step for point in self.waiting)])
         self.waiting.clear()
+        return mine
+
+    def _is_mine(self) -> bool:
+        if not self.taken_over and self.client.get_run(self.run_id).data.tags.get(_ATTEMPT) != self.attempt:
+            print("tracking: another attempt at this stage has begun, and logs from here on", flush=True)
+            self.taken_over = True
+        return not self.taken_over
 
     def _origin(self, artifact: Artifact) -> str:
         """The MLflow run that made the artifact, or the artifact itself where this server did not see it made."""
         made = self.client.search_runs(
             [self.experiment],
-            filter_string=_filter({"reflux.digest": artifact.digest, "reflux.key": artifact.key}),
+            filter_string=run_tree.query({"reflux.digest": artifact.digest, "reflux.key": artifact.key}),
             order_by=["attributes.start_time ASC"],
             max_results=1,
         )
         return made[0].info.run_id if made else artifact.uri
 
 
-def _connect() -> tuple[Any, str]:
-    """A client and the experiment's id. ConnectionError if MLflow cannot be reached."""
+def run_url(experiment: str, run_id: str) -> str:
+    """The page of an MLflow run, "" where no server shows it."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not uri.startswith(("http://", "https://")):
+        return ""
+    return f"{public_uri(uri).rstrip('/')}/#/experiments/{experiment}/runs/{run_id}"
+
+
+def connect() -> Any:
+    """A client of the MLflow that MLFLOW_TRACKING_URI names. ConnectionError if it cannot be used."""
     from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
 
     for variable, value in S3Settings.from_env().mlflow_env().items():  # for artifacts that MLflow puts into S3 itself
         if variable.startswith("MLFLOW_"):
             os.environ.setdefault(variable, value)
     uri = os.environ["MLFLOW_TRACKING_URI"]
-    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
     try:
         client = MlflowClient(tracking_uri=uri)
-        experiment = client.get_experiment_by_name(name)
-        if experiment is not None:
-            return client, experiment.experiment_id
-        try:
-            return client, client.create_experiment(name, artifact_location=_artifact_folder(uri))
-        except MlflowException:  # another stage was faster
-            experiment = client.get_experiment_by_name(name)
-            if experiment is None:
-                raise
-            return client, experiment.experiment_id
-    except Exception as error:
+        client.search_experiments(max_results=1)
+    except Exception as error:  # MLflow raises its own, requests' and its database's errors
         raise ConnectionError(
             f"MLFLOW_TRACKING_URI {public_uri(uri)}: MLflow cannot be used ({_line(error)})"
         ) from error
+    return client
+
+
+def _known_experiment(client: Any) -> str | None:
+    experiment = client.get_experiment_by_name(os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT))
+    return experiment.experiment_id if experiment else None
+
+
+def _experiment(client: Any) -> str:
+    """The id of the experiment for our own runs, which is made if it is missing."""
+    from mlflow.exceptions import MlflowException
+
+    known = _known_experiment(client)
+    if known is not None:
+        return known
+    try:
+        return client.create_experiment(
+            os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT),
+            artifact_location=_artifact_folder(os.environ["MLFLOW_TRACKING_URI"]),
+        )
+    except MlflowException:  # another stage was faster
+        known = _known_experiment(client)
+        if known is None:
+            raise
+        return known
 
 
 def _artifact_folder(tracking_uri: str) -> str | None:
@@ -194,77 +271,6 @@ def _artifact_folder(tracking_uri: str) -> str | None:
     if not tracking_uri.startswith("sqlite:///"):
         return None
     return (Path(tracking_uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
-
-
-def _parent(client: Any, experiment: str, run: str) -> Any:
-    tags = {"reflux.run": run, "reflux.role": "pipeline"}
-    return _find(client, experiment, tags) or client.create_run(experiment, run_name=run, tags=tags)
-
-
-def _find(client: Any, experiment: str, tags: Mapping[str, str]) -> Any:
-    """The oldest run with these tags, or None: of two that raced to make it, everybody continues the same one."""
-    found = client.search_runs(
-        [experiment], filter_string=_filter(tags), order_by=["attributes.start_time ASC"], max_results=1
-    )
-    return found[0] if found else None
-
-
-def _filter(tags: Mapping[str, str]) -> str:
-    for name, value in tags.items():
-        if "'" in value:
-            raise ValueError(
-                f"{name} {value!r}: a quote cannot be searched for in MLflow; use letters, digits, - and _"
-            )
-    return " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-
-
-def _log_params(client: Any, run: Any, params: Mapping[str, Any]) -> None:
-    """Log parameters. MLflow's cannot change: a setting that differs in a retry is kept beside them, as a tag."""
-    from mlflow.entities import Param, RunTag
-
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in params.items()}
-    texts = {name: public_uri(text) for name, text in texts.items()}
-    new = [Param(name, text) for name, text in texts.items() if name not in run.data.params]
-    changed = [
-        RunTag(f"reflux.retried_with.{name}", text)
-        for name, text in texts.items()
-        if run.data.params.get(name, text) != text
-    ]
-    for start in range(0, max(len(new), len(changed)), _PARAMS_PER_CALL):
-        chosen = slice(start, start + _PARAMS_PER_CALL)
-        client.log_batch(run.info.run_id, params=new[chosen], tags=changed[chosen])
-
-
-def _log_inputs(client: Any, run_id: str, parents: Mapping[str, Artifact], sources: Mapping[str, Source]) -> None:
-    """Parents and sources as datasets with digests; MLflow keeps one of those that it has seen."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
-    inputs = {name: (artifact.digest, artifact.uri) for name, artifact in parents.items()}
-    inputs |= {name: (source.digest, public_uri(source.uri)) for name, source in sources.items()}
-    datasets = [
-        DatasetInput(
-            Dataset(
-                name=name,
-                digest=digest.removeprefix("sha256:")[:_DIGEST_CHARACTERS],
-                source_type="s3" if uri.startswith("s3://") else "local",
-                source=json.dumps({"uri": uri}),
-            ),
-            [InputTag("mlflow.data.context", name), InputTag("reflux.digest", digest)],
-        )
-        for name, (digest, uri) in inputs.items()
-    ]
-    if datasets:
-        client.log_inputs(run_id, datasets=datasets)
-
-
-def _log_final_metrics(client: Any, run: Any, metrics: Mapping[str, float], *, step: int) -> None:
-    """Metrics of the whole stage, once: a value that the run already shows is not logged at a second time."""
-    from mlflow.entities import Metric
-
-    now_ms = time.time_ns() // 1_000_000
-    new = [Metric(name, value, now_ms, step) for name, value in metrics.items() if run.data.metrics.get(name) != value]
-    for start in range(0, len(new), _METRICS_PER_CALL):
-        client.log_batch(run.info.run_id, metrics=new[start : start + _METRICS_PER_CALL])
 
 
 def _line(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from reflux.components import __main__ as entry
 from reflux.components import tracking
 from reflux.components.progress import MetricPoint
+from reflux.components.storage import Store
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,12 @@ def pour(root: Path, *more: str, run: str = "r1") -> int:
     return entry.main(["toy_stages.pour", *flags, "--out-cup", str(root / "cup.json"), *more])
 
 
+def steeping(root: Path) -> AbstractContextManager[tracking.StageRun | None]:
+    """A stage's run without a stage."""
+    store = Store.open(str(root / "store"))
+    return tracking.stage_run("steep", "r1", store=store, key="k", params={}, parents={}, sources={})
+
+
 def runs(client: Any, request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     """Run name -> its runs in this test's experiment, the oldest first."""
     experiment = client.get_experiment_by_name(request.node.name)
@@ -56,12 +64,13 @@ def history(client: Any, run: Any, metric: str) -> list[tuple[int, int, float]]:
 
 
 def test_one_parent_and_one_nested_run_per_stage(tmp_path: Path, client: Any, request: pytest.FixtureRequest) -> None:
-    tracking.begin_pipeline("r1", {"recipe": "toy", "teacher": "s3://key:secret@bucket/teacher"})
+    teacher = {"recipe": "toy", "teacher": "s3://key:secret@bucket/teacher"}
+    tracking.begin_pipeline("r1", teacher, store=Store.open(str(tmp_path / "store")))
     assert brew(tmp_path, "--minutes", "5") == 0
     assert pour(tmp_path) == 0
     page = tmp_path / "report.html"
     page.write_text("<p>all</p>")
-    tracking.end_pipeline("r1", status="FINISHED", verdict="pass", root="sha256:ab", metrics={"pmr": 0.9}, report=page)
+    tracking.end_pipeline("r1", status="FINISHED", verdict="pass", root="sha256:ab", report=page)
 
     found = runs(client, request)
     assert {name: len(r) for name, r in found.items()} == {"r1": 1, "brew": 1, "pour": 1}
@@ -144,9 +153,9 @@ def test_a_reused_stage_names_the_run_that_made_it(tmp_path: Path, client: Any, 
 
 
 def test_points_wait_while_mlflow_is_away(
-    client: Any, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, client: Any, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with tracking.stage_run("steep", "r1", key="k", params={}, parents={}, sources={}) as run:
+    with steeping(tmp_path) as run:
         assert run is not None
         working, run.client = run.client, None
         run.publish([MetricPoint(step=1, time_ms=1, values={"loss_nats": 2.0})])
@@ -157,11 +166,28 @@ def test_points_wait_while_mlflow_is_away(
     assert history(client, steep, "loss_nats") == [(1, 1, 2.0), (2, 2, 1.0)]
 
 
-def test_interrupted_by_hand_is_killed_not_failed(client: Any, request: pytest.FixtureRequest) -> None:
-    with (
-        pytest.raises(KeyboardInterrupt),
-        tracking.stage_run("steep", "r1", key="k", params={}, parents={}, sources={}),
-    ):
+def test_the_last_attempt_to_begin_is_the_one_that_logs(
+    tmp_path: Path, client: Any, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when a node is cut off: its pod works on while another one has been started for the same task."""
+    checkpointed = [MetricPoint(step=1, time_ms=1, values={"loss_nats": 2.0})]
+    with suppress(RuntimeError), steeping(tmp_path) as cut_off:
+        assert cut_off is not None
+        cut_off.publish(checkpointed)
+        with steeping(tmp_path) as present:
+            assert present is not None
+            present.publish(checkpointed)
+            cut_off.publish([MetricPoint(step=2, time_ms=20, values={"loss_nats": 1.0})])
+            present.publish([MetricPoint(step=2, time_ms=21, values={"loss_nats": 1.0})])
+        raise RuntimeError("the node came back")
+    (steep,) = runs(client, request)["steep"]
+    assert history(client, steep, "loss_nats") == [(1, 1, 2.0), (2, 21, 1.0)]
+    assert steep.info.status == "FINISHED"
+    assert capsys.readouterr().out.count("another attempt at this stage has begun") == 1
+
+
+def test_interrupted_by_hand_is_killed_not_failed(tmp_path: Path, client: Any, request: pytest.FixtureRequest) -> None:
+    with pytest.raises(KeyboardInterrupt), steeping(tmp_path):
         raise KeyboardInterrupt
     (steep,) = runs(client, request)["steep"]
     assert steep.info.status == "KILLED"
@@ -171,7 +197,7 @@ def test_off_without_a_tracking_uri(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert tracking.begin_pipeline("r1", {}) is None
+    assert tracking.begin_pipeline("r1", {}, store=Store.open(str(tmp_path / "store"))) is None
     tracking.end_pipeline("r1", status="FINISHED")
     assert brew(tmp_path) == 0
     assert capsys.readouterr().out.count("tracking: off") == 1
@@ -185,6 +211,6 @@ def test_unusable_tracking_is_one_clear_line(
     assert "reflux brew: MLFLOW_TRACKING_URI" in capsys.readouterr().err
 
 
-def test_a_quote_in_a_run_name_is_refused(client: Any) -> None:
+def test_a_quote_in_a_run_name_is_refused(tmp_path: Path, client: Any) -> None:
     with pytest.raises(ValueError, match="a quote cannot be searched for"):
-        tracking.begin_pipeline("it's", {})
+        tracking.begin_pipeline("it's", {}, store=Store.open(str(tmp_path / "store")))

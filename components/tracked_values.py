@@ -1,0 +1,102 @@
+"""Parameters, inputs and metrics of an MLflow run, written so that writing them once more adds nothing.
+
+MLflow keeps a parameter for ever and refuses another value, keeps one of equal inputs, and one of the metric points
+that agree in name, step, time and value.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from reflux.components.artifacts import Artifact
+from reflux.components.progress import MetricPoint
+from reflux.components.provenance import public_uri
+from reflux.components.sources import Source
+
+_DIGEST_CHARACTERS = 36  # MLflow's limit for a dataset's digest; the whole digest stands in a tag of the input
+_METRICS_PER_CALL = 1000  # MLflow's limit
+_PARAMS_PER_CALL = 100  # MLflow's limit
+_TRIES = 3
+
+
+def log_params(client: Any, run_id: str, params: Mapping[str, Any]) -> None:
+    """Log parameters. A setting that differs in a retry is kept beside them, as a tag.
+
+    Two attempts that log at once may both find a parameter missing; the one that is refused looks again.
+    """
+    from mlflow.exceptions import MlflowException
+
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in params.items()}
+    texts = {name: public_uri(text) for name, text in texts.items()}
+    for left in reversed(range(_TRIES)):
+        try:
+            _log_new_params(client, client.get_run(run_id), texts)
+            return
+        except MlflowException:
+            if not left:
+                raise
+
+
+def _log_new_params(client: Any, run: Any, texts: Mapping[str, str]) -> None:
+    from mlflow.entities import Param, RunTag
+
+    new = [Param(name, text) for name, text in texts.items() if name not in run.data.params]
+    changed = [
+        RunTag(f"reflux.retried_with.{name}", text)
+        for name, text in texts.items()
+        if run.data.params.get(name, text) != text
+    ]
+    for start in range(0, max(len(new), len(changed)), _PARAMS_PER_CALL):
+        chosen = slice(start, start + _PARAMS_PER_CALL)
+        client.log_batch(run.info.run_id, params=new[chosen], tags=changed[chosen])
+
+
+def log_inputs(client: Any, run_id: str, parents: Mapping[str, Artifact], sources: Mapping[str, Source]) -> None:
+    """Parents and sources as datasets with digests."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    inputs = {name: (artifact.digest, artifact.uri) for name, artifact in parents.items()}
+    inputs |= {name: (source.digest, public_uri(source.uri)) for name, source in sources.items()}
+    datasets = [
+        DatasetInput(
+            Dataset(
+                name=name,
+                digest=digest.removeprefix("sha256:")[:_DIGEST_CHARACTERS],
+                source_type="s3" if uri.startswith("s3://") else "local",
+                source=json.dumps({"uri": uri}),
+            ),
+            [InputTag("mlflow.data.context", name), InputTag("reflux.digest", digest)],
+        )
+        for name, (digest, uri) in inputs.items()
+    ]
+    if datasets:
+        client.log_inputs(run_id, datasets=datasets)
+
+
+def log_points(client: Any, run_id: str, points: list[MetricPoint]) -> None:
+    """Log points with the times that they carry."""
+    from mlflow.entities import Metric
+
+    metrics = [
+        Metric(key=name, value=value, timestamp=point.time_ms, step=point.step)
+        for point in points
+        for name, value in point.values.items()
+    ]
+    for start in range(0, len(metrics), _METRICS_PER_CALL):
+        client.log_batch(run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
+
+
+def log_final_metrics(client: Any, run_id: str, artifact: Artifact, *, step: int) -> None:
+    """Metrics of the whole stage, at the time when its artifact was finished, which is the same for every attempt.
+
+    A value that the run already shows is not logged at a second step.
+    """
+    shown = client.get_run(run_id).data.metrics
+    finished = artifact.record.finished
+    time_ms = int(datetime.fromisoformat(finished).timestamp() * 1000) if finished else time.time_ns() // 1_000_000
+    new = {name: value for name, value in artifact.metrics.items() if shown.get(name) != value}
+    log_points(client, run_id, [MetricPoint(step=step, time_ms=time_ms, values=new)])
