@@ -2,6 +2,7 @@
 
     python -m reflux.components STAGE --executor-input JSON                 as KFP calls it
     python -m reflux.components STAGE --store URI --run NAME --FIELD VALUE … --INPUT MANIFEST … --out-OUTPUT PATH
+    torchrun --nproc-per-node 4 -m reflux.components distill …             one stage in several processes
     python -m reflux.components STAGE --help
 
 STAGE is a folder of reflux.components, or the dotted package of a stage that lives elsewhere. What all stages share is
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import reflux.components
-from reflux.components import declare, kfp_executor, overrides
+from reflux.components import declare, kfp_executor, overrides, processes
 from reflux.components.declare import Component
 from reflux.components.kfp_executor import Location
 from reflux.components.storage import Store, StoreError
@@ -65,7 +66,11 @@ def main(arguments: list[str]) -> int:
             importlib.import_module(f"reflux.components.{package}").run(_executor_input(flags).parameters)
         else:
             component = load(package)
-            execute(package, component, parse(component, flags))
+            call = parse(component, flags)
+            if processes.started() > 1 and not component.distributed:
+                raise ValueError(f"torchrun started {processes.started()} processes, and this stage works in one")
+            with processes.joined():
+                execute(package, component, call)
     except (ValueError, StoreError, ConnectionError) as error:
         if "REFLUX_TRACEBACK" in os.environ:
             raise
@@ -99,7 +104,9 @@ def parse(component: Component, flags: list[str]) -> Call:
 
 
 def execute(package: str, component: Component, call: Call) -> None:
-    """Make the stage's artifact, or find it made, and hand its manifest and pages over."""
+    """Make the stage's artifact, or find it made, and hand its manifest and pages over. Of several processes the first
+    does this, and the others run the stage along with it.
+    """
     from reflux.components import artifacts, progress, shown, sources, tracking
 
     stage = component.name.rpartition(".")[2]
@@ -114,17 +121,24 @@ def execute(package: str, component: Component, call: Call) -> None:
         other_fields=declare.other_fields(call.config),
         parents=parents,
         sources=given,
-        platform={"threads": os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count())},
+        platform={
+            "threads": os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count()),
+            "processes": str(processes.count()),
+        },
     )
+    (output,) = component.outputs
+    if not processes.is_first():
+        if not processes.told(False):
+            importlib.import_module(f"{_package(package)}.stage").run(call.config, **parents, **{output: writer})
+        return
     params = declare.key_fields(call.config) | declare.other_fields(call.config) | declare.source_fields(call.config)
     with tracking.stage_run(
         stage, call.run, job=call.job, store=store, key=writer.key, params=params, parents=parents, sources=given
     ) as tracked:
         artifact = writer.existing()
-        reused = artifact is not None
+        reused = processes.told(artifact is not None)
         if artifact is None:
             run = importlib.import_module(f"{_package(package)}.stage").run
-            (output,) = component.outputs
             with progress.listening(tracked.publish if tracked else lambda points: None):
                 artifact = writer.commit(run(call.config, **parents, **{output: writer}))
         pages = {shard: artifact.file(shard) for shard in component.html.values()}

@@ -181,13 +181,14 @@ def container_component(
     html: Mapping[str, str] | None = None,
     image: str | None = None,
     ends_run: bool = False,
+    distributed: bool = False,
 ) -> Component:
     """Declare stage `name`: its parameters are the config's fields and those of the platform, its artifact a manifest.
 
     `name` is the stage's folder under reflux.components, or the dotted package of a stage that lives elsewhere. `html`
     are pages that KFP shows beside `metrics` and `summary`, which every stage has: name -> shard of the stage's
     artifact. `ends_run`: the stage is the last, its digest is the root of the run and its metric verdict.pass the
-    verdict. ValueError for names that clash and for field types that KFP cannot carry.
+    verdict. `distributed`: torchrun may start it in several processes. ValueError for names that clash and for field types that KFP cannot carry.
     """
     html = dict(html or {})
     if len(outputs) != 1:
@@ -208,6 +209,7 @@ def container_component(
         html=html,
         image=image,
         ends_run=ends_run,
+        distributed=distributed,
     )
 
 
@@ -223,6 +225,7 @@ class Component:
     """Page -> the shard that it is."""
     image: str | None
     ends_run: bool
+    distributed: bool
 
     def __call__(self, config: Any = None, *, image: str = "", **arguments: Any) -> Any:
         """KFP's task, inside a pipeline: `config` is baked in as constants, and `arguments` go before it.

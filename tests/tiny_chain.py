@@ -18,7 +18,9 @@ from reflux.components.ingest_labels import stage as ingest_labels
 from reflux.components.ingest_labels.config import IngestLabelsConfig
 from reflux.components.profile_kv import stage as profile_kv
 from reflux.components.profile_kv.config import ProfileKvConfig
+from reflux.components.storage import Store
 
+PARENTS = ("traces", "profile", "labels")
 HARD = "p3"
 PROMPTS = [
     {"prompt_id": f"p{i}", "prompt": f"What is {i} and {'more ' * i}?"} for i in range(12)
@@ -67,4 +69,15 @@ def make(folder: Path, model: Path, **collecting: Any) -> Chain:
     ingest = IngestLabelsConfig(labels_uri=str(labels_file))
     writer = writer_for(folder, "ingest_labels", ingest, traces=traces)
     labels = writer.commit(ingest_labels.run(ingest, traces=traces, labels=writer))
-    return Chain(folder=folder, model=model, traces=traces, profile=profile, labels=labels)
+    chain = Chain(folder=folder, model=model, traces=traces, profile=profile, labels=labels)
+    for name in PARENTS:
+        (folder / f"{name}.json").write_bytes(getattr(chain, name).bytes)
+    (folder / "model.txt").write_text(str(model))
+    return chain
+
+
+def load(folder: Path) -> Chain:
+    """The chain that another process made there."""
+    store = Store.open(str(folder))
+    parents = {name: Artifact.load(store, (folder / f"{name}.json").read_bytes()) for name in PARENTS}
+    return Chain(folder=folder, model=Path((folder / "model.txt").read_text()), **parents)

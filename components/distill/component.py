@@ -3,4 +3,6 @@
 from reflux.components.declare import container_component
 from reflux.components.distill.config import DistillConfig
 
-distill = container_component("distill", DistillConfig, inputs=["traces", "profile", "labels"], outputs=["student"])
+distill = container_component(
+    "distill", DistillConfig, inputs=["traces", "profile", "labels"], outputs=["student"], distributed=True
+)

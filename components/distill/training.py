@@ -48,7 +48,7 @@ def train(
     config, total = trainer.config, sum(phase.steps for phase in trainer.phases)
     watched = _resumed(trainer, student, folder)
     while trainer.step < total and not watched.best.is_stale(config.patience):
-        progress.report(trainer.step, total, "steps", _note(trainer))
+        _report(trainer.step, total, _note(trainer))
         try:
             trainer.advance()
         except NotFiniteError as error:
@@ -60,11 +60,15 @@ def train(
             progress.publish(trainer.history[watched.published :])
             watched.published = len(trainer.history)
     if trainer.step < total:
-        note = f"no better validation since step {watched.best.step}"
-        progress.report(trainer.step, trainer.step, "steps", note)
+        _report(trainer.step, trainer.step, f"no better validation since step {watched.best.step}")
     else:
-        progress.report(total, total, "steps")
+        _report(total, total, "")
     return watched
+
+
+def _report(done: int, total: int, note: str) -> None:
+    if processes.is_first():
+        progress.report(done, total, "steps", note)
 
 
 def choose(trainer: Trainer, export: str, folder: Path) -> None:

@@ -1,0 +1,77 @@
+"""A program for several processes: one accumulated gradient and two steps of the trainer, with ddp and with fsdp2.
+
+RANK=0 WORLD_SIZE=2 … python step_in_processes.py CHAIN_FOLDER OUT     the first process writes OUT/<mode>.pt
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import tiny_chain
+import torch
+
+from reflux.components import models, policy_table, processes
+from reflux.components.distill import parallel, stage
+from reflux.components.distill.examples import Sequence, training_examples
+from reflux.components.distill.objective import DistillationLoss
+from reflux.components.distill.student import make_student
+from reflux.components.distill.trainer import Trainer
+
+
+def trainer_of(chain: tiny_chain.Chain, **options: Any) -> Trainer:
+    """What stage.run builds before its first step."""
+    config = chain.training(**options)
+    tokenizer = models.load_tokenizer(chain.model)
+    policy = policy_table.decode(chain.profile.file("policy_table.bin"))
+    student = make_student(config, models.load_model(chain.model), policy)
+    loss = DistillationLoss(student, models.load_model(chain.model), tokenizer, config)
+    if config.parallelism == "fsdp2" and processes.count() > 1:
+        parallel.shard(student)
+    examples = training_examples(chain.traces, config.max_sequence_tokens)
+    phases = stage.schedule(config, has_policy=True)
+    return stage.make_trainer(config, phases, student, tokenizer, loss, examples, set(), chain.model)
+
+
+def gradient(trainer: Trainer) -> dict[str, Any]:
+    """Loss and gradient of four traces and four texts that the live teacher scores, by the trainer's own reduction."""
+    traces = [*trainer.traces.values()][:4]
+    sequences = [*traces, *(Sequence(token_ids=s.token_ids, first_scored=1) for s in traces)]
+    tokens = sum(s.scored for s in sequences)
+    for p in trainer.trained().values():
+        p.requires_grad_(True)
+    loss_sum, _ = trainer._accumulate(processes.share(sequences), tokens)
+    norm = parallel.clip_gradients(trainer.trained().values(), 1e9)
+    grads = {name: whole(p.grad) for name, p in trainer.trained().items() if p.grad is not None}
+    trainer.optimizer.zero_grad(set_to_none=True)
+    return {"loss": loss_sum / tokens, "norm": norm, "grads": grads}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+
+
+def measured(chain: tiny_chain.Chain, **options: Any) -> dict[str, Any]:
+    """Everything that must not depend on how many processes there are."""
+    short = {"warmup_steps": 0, "joint_steps": 0, "finetune_steps": 4, "micro_batch_sequences": 2}
+    trainer = trainer_of(chain, **short | options)
+    found = gradient(trainer)
+    for _ in range(2):
+        trainer.advance()
+    return found | {
+        "history": [point.values for point in trainer.history],
+        "weights": {name: whole(p) for name, p in trainer.trained().items()},
+        "ema": {name: parallel.local(value) for name, value in trainer.ema.average.items()},
+        "waiting": json.dumps(trainer.rollouts.state()["waiting"]),
+    }
+
+
+if __name__ == "__main__":
+    held, out = tiny_chain.load(Path(sys.argv[1])), Path(sys.argv[2])
+    with processes.joined():
+        for mode in ("ddp", "fsdp2"):
+            result = measured(held, parallelism=mode)
+            if processes.is_first():
+                torch.save(result, out / f"{mode}.pt")
