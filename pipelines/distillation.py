@@ -1,10 +1,12 @@
 """The main pipeline: from a teacher and prompts to a low-bit student, its bundle and its scores."""
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kfp import dsl
 
 from reflux.components.calibrate.component import calibrate
+from reflux.components.close_run import close_run
 from reflux.components.collect_traces.component import collect_traces
 from reflux.components.distill.component import distill
 from reflux.components.distill.config import OBJECTIVES
@@ -18,11 +20,11 @@ if TYPE_CHECKING:
     from reflux.pipelines.recipes import Recipe
 
 
-def distillation(config: "Recipe", image: str = "", *, name: str, checked: bool = False) -> Any:
+def distillation(config: "Recipe", image: str = "", *, name: str, attended: bool = False) -> Any:
     """The KFP pipeline of a recipe: its configs are constants, what people change from run to run are parameters.
 
-    `image` is that of every container, "" the one that the stages declare. `name` is the recipe's. `checked`: whoever
-    runs it has checked the prerequisites, so there is no task for them.
+    `image` is that of every container, "" the one that the stages declare. `name` is the recipe's. `attended`:
+    whoever runs it checks the prerequisites before and closes the run after the stages, so there are no tasks for that.
     """
 
     @dsl.pipeline(name="reflux-distillation", description="Distil a teacher into a low-bit student.")
@@ -44,20 +46,21 @@ def distillation(config: "Recipe", image: str = "", *, name: str, checked: bool 
         models = {"teacher": teacher, "student_uri": student}
         asked = {"prompts_uri": prompts_uri, "entity_model": entity_model}
 
-        answers = collect_traces(config.collect_traces, teacher=teacher, **asked, **at)
-        if not checked:
-            read = {"labels_uri": labels_uri, "eval_text_uri": eval_text_uri, **asked}
-            chosen = {"recipe": recipe, "teacher": teacher, "student": student, "objective": objective, **read}
-            answers.after(prerequisites(config.stages(), **chosen, **at))
-        traces = answers.outputs["traces"]
-        profile = profile_kv(config.profile_kv, traces=traces, student_uri=student, **at).outputs["profile"]
-        labels = ingest_labels(config.ingest_labels, traces=traces, labels_uri=labels_uri, **at).outputs["labels"]
-        learned = distill(
-            config.distill, traces=traces, profile=profile, labels=labels, objective=objective, **models, **at
-        ).outputs["student"]
-        seen = {"student": learned, "profile": profile, "traces": traces}
-        bundle = calibrate(config.calibrate, student_uri=student, **seen, **at).outputs["bundle"]
-        evaluate(config.evaluate, bundle=bundle, eval_text_uri=eval_text_uri, **seen, **models, **at)
+        with nullcontext() if attended else dsl.ExitHandler(close_run(run=run, job=job, image=image), name="stages"):
+            answers = collect_traces(config.collect_traces, teacher=teacher, **asked, **at)
+            if not attended:
+                read = {"labels_uri": labels_uri, "eval_text_uri": eval_text_uri, **asked}
+                chosen = {"recipe": recipe, "teacher": teacher, "student": student, "objective": objective, **read}
+                answers.after(prerequisites(config.stages(), **chosen, **at))
+            traces = answers.outputs["traces"]
+            profile = profile_kv(config.profile_kv, traces=traces, student_uri=student, **at).outputs["profile"]
+            labels = ingest_labels(config.ingest_labels, traces=traces, labels_uri=labels_uri, **at).outputs["labels"]
+            learned = distill(
+                config.distill, traces=traces, profile=profile, labels=labels, objective=objective, **models, **at
+            ).outputs["student"]
+            seen = {"student": learned, "profile": profile, "traces": traces}
+            bundle = calibrate(config.calibrate, student_uri=student, **seen, **at).outputs["bundle"]
+            evaluate(config.evaluate, bundle=bundle, eval_text_uri=eval_text_uri, **seen, **models, **at)
 
     objectives = sorted({*OBJECTIVES, config.distill.objective})
     return with_choices(pipeline, {"recipe": [name], "objective": objectives})

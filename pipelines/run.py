@@ -113,7 +113,7 @@ def _run_stages(
     status = "KILLED"
     try:
         run_pipeline(
-            compile_to_text(distillation(recipe, image, name=record.recipe, checked=True)),
+            compile_to_text(distillation(recipe, image, name=record.recipe, attended=True)),
             {"store": record.store.uri, "run": record.run, **sources},
             root=folder / "kfp",
             runner=runner,

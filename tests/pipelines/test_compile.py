@@ -44,6 +44,12 @@ EDGES = {  # task -> the tasks that it waits for
     "calibrate": {"collect-traces", "profile-kv", "distill"},
     "evaluate": {"collect-traces", "profile-kv", "distill", "calibrate"},
 }
+GROUP, EXIT = "exit-handler-1", "close-run"
+
+
+def stages(spec: Any) -> Any:
+    """The tasks before the exit task, by name."""
+    return spec["components"][f"comp-{GROUP}"]["dag"]["tasks"]
 
 
 def compiled(hash_seed: int) -> str:
@@ -88,9 +94,10 @@ def test_the_form(spec: Any) -> None:
 
 def test_every_stage_shows_its_numbers_and_a_page(spec: Any) -> None:
     shown = {}
-    for name, component in spec["components"].items():
+    for name in EDGES:
+        component = spec["components"][f"comp-{name}"]
         artifacts = component.get("outputDefinitions", {}).get("artifacts", {})
-        shown[name.removeprefix("comp-")] = {n: a["artifactType"]["schemaTitle"] for n, a in artifacts.items()}
+        shown[name] = {n: a["artifactType"]["schemaTitle"] for n, a in artifacts.items()}
     assert shown.pop("prerequisites") == {}
     for artifacts in shown.values():
         assert artifacts["metrics"] == "system.Metrics"
@@ -101,21 +108,33 @@ def test_every_stage_shows_its_numbers_and_a_page(spec: Any) -> None:
 
 
 def test_the_graph(spec: Any) -> None:
+    assert {name: set(task.get("dependentTasks", [])) for name, task in stages(spec).items()} == EDGES
+
+
+def test_a_task_closes_the_run_however_the_others_end(spec: Any) -> None:
     tasks = spec["root"]["dag"]["tasks"]
-    assert {name: set(task.get("dependentTasks", [])) for name, task in tasks.items()} == EDGES
+    assert set(tasks) == {GROUP, EXIT}
+    assert tasks[EXIT]["dependentTasks"] == [GROUP]
+    assert tasks[EXIT]["triggerPolicy"] == {"strategy": "ALL_UPSTREAM_TASKS_COMPLETED"}
+    assert tasks[EXIT]["inputs"]["parameters"] == {
+        "run": {"componentInputParameter": "run"},
+        "job": {"runtimeValue": {"constant": "{{$.pipeline_job_uuid}}"}},
+        "status": {"taskFinalStatus": {"producerTask": GROUP}},
+    }
+    assert "outputDefinitions" not in spec["components"][f"comp-{EXIT}"]
 
 
 def test_kfps_cache_is_off_on_every_task(spec: Any) -> None:
-    tasks = spec["root"]["dag"]["tasks"]
+    tasks = {**stages(spec), EXIT: spec["root"]["dag"]["tasks"][EXIT]}
     assert {
         name: task.get("cachingOptions", {}).get("enableCache", False) for name, task in tasks.items()
-    } == dict.fromkeys(EDGES, False)
+    } == dict.fromkeys([*EDGES, EXIT], False)
     assert all("cachingOptions" in task for task in tasks.values())  # absent would leave it to the cluster's default
 
 
 def test_every_container_takes_the_executor_input(spec: Any) -> None:
     executors = spec["deploymentSpec"]["executors"]
-    assert len(executors) == len(EDGES)
+    assert len(executors) == len(EDGES) + 1
     for name, executor in executors.items():
         stage = name.removeprefix("exec-").replace("-", "_")
         assert executor["container"] == {
@@ -127,22 +146,21 @@ def test_every_container_takes_the_executor_input(spec: Any) -> None:
 
 def test_every_field_of_a_config_is_given_as_a_constant_or_from_the_pipeline(spec: Any) -> None:
     """A recipe is complete: no stage falls back on a default of its component, which could change behind the recipe."""
-    for task in spec["root"]["dag"]["tasks"].values():
+    for task in stages(spec).values():
         declared = spec["components"][task["componentRef"]["name"]]["inputDefinitions"]["parameters"]
         given = task["inputs"]["parameters"]
         assert set(given) == set(declared)
         for name in set(FORM) & set(given):
-            assert given[name] == {"componentInputParameter": name}
-        assert given.get("student_uri", {"componentInputParameter": "student"}) == {
-            "componentInputParameter": "student"
-        }
+            assert given[name] == {"componentInputParameter": f"pipelinechannel--{name}"}
+        student = {"componentInputParameter": "pipelinechannel--student"}
+        assert given.get("student_uri", student) == student
         assert given["job"] == {"runtimeValue": {"constant": "{{$.pipeline_job_uuid}}"}}, (
             "whole, so that it is resolved"
         )
 
 
-def test_who_has_checked_needs_no_task_for_it() -> None:
-    spec = next(yaml.safe_load_all(compile_to_text(distillation(recipes.demo(), name="demo", checked=True))))
+def test_who_checks_and_closes_needs_no_tasks_for_it() -> None:
+    spec = next(yaml.safe_load_all(compile_to_text(distillation(recipes.demo(), name="demo", attended=True))))
     assert set(spec["root"]["dag"]["tasks"]) == set(EDGES) - {"prerequisites"}
 
 

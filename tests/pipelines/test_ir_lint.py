@@ -54,7 +54,7 @@ def test_our_own_pipeline_is_clean() -> None:
     text = compile_to_text(distillation(recipes.demo(), name="demo"))
     assert found(text) == []
     (first, *_) = found(text, require_digests=True)
-    assert first.startswith("calibrate, image: reflux-python-cpu:"), "its default image is a tag"
+    assert first.startswith("close-run, image: reflux-python-cpu:"), "its default image is a tag"
     assert found(compile_to_text(distillation(recipes.demo(), DIGEST, name="demo")), require_digests=True) == []
 
 
