@@ -43,7 +43,7 @@ def load_model(path: Path, dtype: str = "float32") -> Any:
     """A causal language model in eval mode, without gradients. ValueError names the path and the cause."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: allowed are {sorted(DTYPES)}")
-    folder = gguf_cache.converted(path) if path.suffix == ".gguf" else path
+    folder = hugging_face_folder(path)
     require_configuration(folder)
     require_weights(folder)
     try:
@@ -57,6 +57,11 @@ def load_model(path: Path, dtype: str = "float32") -> Any:
     if missing := sorted(told["missing_keys"]):  # transformers makes them up and goes on
         raise ValueError(f"model {path}: {len(missing)} weights are in no file, e.g. {missing[0]}")
     return model.eval().requires_grad_(False)
+
+
+def hugging_face_folder(path: Path) -> Path:
+    """The model as a folder in Hugging Face layout, which for a GGUF file is made once and kept."""
+    return gguf_cache.converted(path) if path.suffix == ".gguf" else path
 
 
 def compute_dtype(name: str) -> torch.dtype:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reflux.components.algorithms.rollouts import Sampling, rollout
+from reflux.components.algorithms.draws import Sampling
+from reflux.components.algorithms.rollouts import Request, rollout
 from reflux.components.models import chat_token_ids, load_model, load_tokenizer
 
 
@@ -144,11 +145,9 @@ class _Handler(BaseHTTPRequestHandler):
         with self.state._lock:  # one answer at a time: the model's caches are not made for threads
             (done,) = rollout(
                 self.model,
-                [prompt],
+                [Request(prompt_token_ids=prompt, seed=body["seed"])],
                 sampling,
-                seeds=[body["seed"]],
                 eos_token_id=self.tokenizer.eos_token_id,
-                pad_token_id=self.tokenizer.pad_token_id,
                 vocab_size=len(self.tokenizer),
                 on_step=lambda rows, logits_BV: steps.append(logits_BV[0].clone()),
             )

@@ -1,46 +1,40 @@
-"""Answers sampled from a causal language model in batches: the teacher's traces and the student's own rollouts.
+"""Answers sampled from a causal language model by continuous batching: the teacher's traces and the student's own
+rollouts.
 
 Written out instead of `generate` because distillation needs the logits of every step as they were before temperature
-and top_p, draws that do not depend on what else is in the batch, and no work for finished rows.
+and top_p, draws that do not depend on what else is in the batch, and no work for finished rows: a finished sequence's
+slot goes to the next request at once. Sequences of different length stand side by side without padding
+(`slot_cache.py`), and the prompt that several requests share is read once.
 
-Shapes: B rows still being answered, T tokens, V tokens of the tokenizer, P rows of the embedding (padding included),
-K candidates.
+Shapes: B sequences being answered, T tokens, V tokens of the tokenizer, P rows of the embedding (padding included).
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-CANDIDATES = 512
-"""Tokens sorted for top_p before a full sort is tried: a nucleus is nearly always smaller, and sorting V is slow."""
+from .draws import Sampling, draw
+from .slot_cache import SlotCache
+
+PREFILL_TOKENS = 1024
+"""Prompt tokens, padding included, that are read in one forward: enough to fill the matrix products."""
 
 OnStep = Callable[[list[int], Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """The distribution that is drawn from: softmax(logits / temperature), cut to the smallest set of mass >= top_p."""
-
-    temperature: float = 0.7
-    """0 takes the most likely token."""
-    top_p: float = 0.9
-    max_new_tokens: int = 96
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature {self.temperature}: must be 0 (greedy) or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p {self.top_p}: must be in (0, 1]")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens {self.max_new_tokens}: must be at least 1")
+class Request:
+    prompt_token_ids: list[int]
+    """After the chat template."""
+    seed: int
+    """Of this answer's random numbers, which depend on nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,130 +46,170 @@ class Rollout:
     """"eos" or "length"."""
 
 
-def derive_seed(seed: int, *names: str | int) -> int:
-    """A seed for one row, e.g. derive_seed(config.seed, prompt_id): it depends on the names, not on the row order."""
-    text = "\0".join([str(seed), *map(str, names)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+Engine = Callable[[Sequence[Request], Sampling], list[Rollout]]
+"""Answers each request, in their order, with the model as it stands at the call. Equal requests to an equal model give
+equal answers, or a run could not be resumed.
+"""
+
+
+@dataclass(kw_only=True)
+class _Active:
+    """A sequence in its slot."""
+
+    row: int
+    """Of the request."""
+    prompt: list[int]
+    generator: torch.Generator
+    response: list[int] = field(default_factory=list)
+
+    @property
+    def last_token(self) -> int:
+        return self.response[-1] if self.response else self.prompt[-1]
+
+    @property
+    def position(self) -> int:
+        """Of the last token, whose keys and values are the first that the cache does not have."""
+        return len(self.prompt) + len(self.response) - 1
 
 
 @torch.no_grad()
 def rollout(
     model: Any,
-    prompts: list[list[int]],
+    requests: Sequence[Request],
     sampling: Sampling,
     *,
-    seeds: list[int],
     eos_token_id: int,
-    pad_token_id: int,
     vocab_size: int,
+    slots: int = 0,
     on_step: OnStep | None = None,
 ) -> list[Rollout]:
-    """Answer a batch of prompts (token ids after the chat template), one answer each, in their order.
+    """Answer the requests, one answer each, in their order, with at most `slots` under way at once (0: all).
 
-    `seeds` has one entry per prompt: a row's random numbers come from its own generator, not its batch.
-    `on_step(rows, logits_BV)` is called before every draw with the indices of the rows still answered and the fp32
-    logits at temperature 1 from which their next token is drawn: T times for a row with T response tokens.
-    ValueError for prompts that cannot be answered; FloatingPointError, naming the rows, if the model yields NaN.
+    `on_step(rows, logits_BV)` is called before every draw with the indices of the requests under way and the fp32
+    logits at temperature 1 from which their next token is drawn: T times for a request with T response tokens.
+    ValueError for requests that cannot be answered; FloatingPointError, naming the rows, if the model yields NaN.
     """
-    _check(prompts, seeds)
-    if not prompts:
+    _check(requests)
+    if not requests:
         return []
-    device = next(model.parameters()).device
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    input_BT, mask_BT = _left_padded(prompts, pad_token_id, device)
-    positions_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
-    forward_options = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
-
-    responses: list[list[int]] = [[] for _ in prompts]
-    rows = list(range(len(prompts)))
-    while True:
-        logits_BTV = model(
-            input_ids=input_BT, attention_mask=mask_BT, position_ids=positions_BT, **forward_options
-        ).logits
-        logits_BV = _over_vocabulary(logits_BTV[:, -1], vocab_size, rows)
+    longest = max(len(request.prompt_token_ids) for request in requests) + sampling.max_new_tokens
+    require_window(model, longest)
+    size = min(slots or len(requests), len(requests))
+    cache = SlotCache(layers=model.config.num_hidden_layers, slots=size, capacity=longest)
+    waiting, active = deque(range(len(requests))), list[_Active]()
+    responses: dict[int, list[int]] = {}
+    while active or waiting:
+        if waiting and len(active) < size:
+            _admit(model, cache, requests, waiting, active, size)
+        logits_BV = _over_vocabulary(_decode(model, cache, active), vocab_size, active)
         if on_step is not None:
-            on_step(list(rows), logits_BV)
-        token_B = draw(logits_BV, sampling, [generators[row] for row in rows])
-        tokens = token_B.tolist()
-        for row, token in zip(rows, tokens, strict=True):
-            responses[row].append(token)
-
-        going_on = [
-            index
-            for index, (row, token) in enumerate(zip(rows, tokens, strict=True))
-            if token != eos_token_id and len(responses[row]) < sampling.max_new_tokens
-        ]
-        if not going_on:
-            break
-        if len(going_on) < len(rows):
-            kept_B = torch.tensor(going_on, device=device)
-            cache.batch_select_indices(kept_B)
-            rows = [rows[index] for index in going_on]
-            token_B, mask_BT, positions_BT = token_B[kept_B], mask_BT[kept_B], positions_BT[kept_B]
-        input_BT = token_B[:, None]
-        mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(rows), 1)], dim=1)
-        positions_BT = positions_BT[:, -1:] + 1
-
+            on_step([sequence.row for sequence in active], logits_BV)
+        tokens = draw(logits_BV, sampling, [sequence.generator for sequence in active]).tolist()
+        for sequence, token in zip(active, tokens, strict=True):
+            sequence.response.append(token)
+        for slot in reversed(range(len(active))):
+            if tokens[slot] == eos_token_id or len(active[slot].response) == sampling.max_new_tokens:
+                responses[active[slot].row] = active[slot].response
+                _vacate(cache, active, slot)
     return [
         Rollout(
-            prompt_token_ids=prompt,
-            response_token_ids=response,
-            stop_reason="eos" if response[-1] == eos_token_id else "length",
+            prompt_token_ids=request.prompt_token_ids,
+            response_token_ids=responses[row],
+            stop_reason="eos" if responses[row][-1] == eos_token_id else "length",
         )
-        for prompt, response in zip(prompts, responses, strict=True)
+        for row, request in enumerate(requests)
     ]
 
 
-def draw(logits_BV: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
-    """[B] one token per row by inverse transform: one uniform number from the row's generator, whatever the rest is."""
-    if sampling.temperature == 0:
-        return logits_BV.argmax(-1)
-    uniform_B1 = torch.stack([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
-    probs_BV = torch.softmax(logits_BV / sampling.temperature, dim=-1)
-    uniform_B1 = uniform_B1.to(logits_BV.device)
-    if sampling.top_p == 1:
-        mass_BV = probs_BV.double().cumsum(-1)
-        return torch.searchsorted(mass_BV, uniform_B1 * mass_BV[:, -1:], right=True).clamp(max=mass_BV.shape[-1] - 1)[
-            :, 0
-        ]
-    return _draw_from_nucleus(probs_BV, sampling.top_p, uniform_B1, CANDIDATES)
+def _admit(
+    model: Any,
+    cache: SlotCache,
+    requests: Sequence[Request],
+    waiting: deque[int],
+    active: list[_Active],
+    size: int,
+) -> None:
+    """Requests into the free slots. All of a prompt but its last token is read here, or copied from a slot that has it;
+    the last token is the sequence's first step of decoding.
+    """
+    holders = {tuple(sequence.prompt): slot for slot, sequence in enumerate(active)}
+    to_read, to_copy = list[int](), list[int]()
+    while waiting and len(active) < size:
+        row = waiting.popleft()
+        request, slot = requests[row], len(active)
+        generator = torch.Generator().manual_seed(request.seed)
+        active.append(_Active(row=row, prompt=request.prompt_token_ids, generator=generator))
+        if len(request.prompt_token_ids) > 1:
+            known = holders.setdefault(tuple(request.prompt_token_ids), slot) != slot
+            (to_copy if known else to_read).append(slot)
+    for slots in _of_like_length(to_read, active):
+        _read_prompts(model, cache, slots, [active[slot].prompt[:-1] for slot in slots])
+    for slot in to_copy:
+        prompt = active[slot].prompt
+        cache.copy(holders[tuple(prompt)], slot, len(prompt) - 1)
 
 
-def _draw_from_nucleus(probs_BV: Tensor, top_p: float, uniform_B1: Tensor, candidates: int) -> Tensor:
-    width = min(candidates, probs_BV.shape[-1])
-    probs_BK, ids_BK = probs_BV.topk(width)
-    mass_BK = probs_BK.double().cumsum(-1)
-    nucleus_size_B1 = (mass_BK < top_p).sum(-1, keepdim=True).add(1).clamp(max=width)
-    nucleus_mass_B1 = mass_BK.gather(1, nucleus_size_B1 - 1)
-    index_B1 = torch.searchsorted(mass_BK, uniform_B1 * nucleus_mass_B1, right=True).minimum(nucleus_size_B1 - 1)
-    token_B = ids_BK.gather(1, index_B1)[:, 0]
-    if width < probs_BV.shape[-1]:
-        beyond_B = mass_BK[:, -1] < top_p
-        if beyond_B.any():
-            token_B[beyond_B] = _draw_from_nucleus(probs_BV[beyond_B], top_p, uniform_B1[beyond_B], probs_BV.shape[-1])
-    return token_B
+def _of_like_length(slots: list[int], active: list[_Active]) -> list[list[int]]:
+    """Batches of slots whose prompts, padded to the longest of them, have at most PREFILL_TOKENS tokens."""
+    batches: list[list[int]] = []
+    for slot in sorted(slots, key=lambda slot: len(active[slot].prompt), reverse=True):
+        if batches and (len(batches[-1]) + 1) * len(active[batches[-1][0]].prompt) <= PREFILL_TOKENS:
+            batches[-1].append(slot)
+        else:
+            batches.append([slot])
+    return batches
 
 
-def _over_vocabulary(logits_BP: Tensor, vocab_size: int, rows: list[int]) -> Tensor:
+def _read_prompts(model: Any, cache: SlotCache, slots: list[int], prompts: list[list[int]]) -> None:
+    """Padding needs no mask: it stands on the right, where nothing before it looks, and the answer overwrites it."""
+    device = next(model.parameters()).device
+    longest = max(map(len, prompts))
+    input_BT = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
+    position_BT = torch.arange(longest, device=device).expand(len(prompts), longest)
+    cache.fill(slots, device)
+    model(
+        input_ids=input_BT, position_ids=position_BT, logits_to_keep=1, use_cache=True, **{cache_argument(model): cache}
+    )
+
+
+def _decode(model: Any, cache: SlotCache, active: list[_Active]) -> Tensor:
+    """[B, P] logits after each sequence's last token."""
+    device = next(model.parameters()).device
+    positions = [sequence.position for sequence in active]
+    input_BT = torch.tensor([[sequence.last_token] for sequence in active], device=device)
+    position_BT = torch.tensor([[position] for position in positions], device=device)
+    mask_BT = torch.arange(max(positions) + 1, device=device) <= position_BT
+    cache.decode(position_BT[:, 0], max(positions))
+    return model(
+        input_ids=input_BT,
+        attention_mask=mask_BT,
+        position_ids=position_BT,
+        logits_to_keep=1,
+        use_cache=True,
+        **{cache_argument(model): cache},
+    ).logits[:, -1]
+
+
+def _vacate(cache: SlotCache, active: list[_Active], slot: int) -> None:
+    """The last sequence moves into the slot of a finished one, so that those under way stay side by side."""
+    last = active.pop()
+    if slot < len(active):
+        cache.copy(len(active), slot, last.position)
+        active[slot] = last
+
+
+def _over_vocabulary(logits_BP: Tensor, vocab_size: int, active: list[_Active]) -> Tensor:
     """[B, V] in fp32 without the P - V padded rows: the softmax is that of masking them to -inf."""
     if logits_BP.shape[-1] < vocab_size:
         raise ValueError(
             f"the model scores {logits_BP.shape[-1]} tokens, its tokenizer has {vocab_size}: the two do not fit"
         )
     logits_BV = logits_BP[:, :vocab_size].float()
-    nan_B = logits_BV.isnan().any(-1)
+    nan_B = logits_BV.amax(-1).isnan()
     if nan_B.any():
-        broken = [row for row, is_nan in zip(rows, nan_B.tolist(), strict=True) if is_nan]
+        broken = sorted(sequence.row for sequence, is_nan in zip(active, nan_B.tolist(), strict=True) if is_nan)
         raise FloatingPointError(f"the model's logits are NaN for rows {broken} of the batch")
     return logits_BV
-
-
-def _left_padded(prompts: list[list[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    longest = max(map(len, prompts))
-    ids = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def cache_argument(model: Any) -> str:
@@ -183,9 +217,18 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _check(prompts: list[list[int]], seeds: list[int]) -> None:
-    if len(seeds) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds: one seed per prompt is needed")
-    empty = [row for row, prompt in enumerate(prompts) if not prompt]
+def require_window(model: Any, tokens: int) -> None:
+    """ValueError if a layer would not attend to all of a sequence of so many tokens: slots keep every entry."""
+    window = getattr(model.config, "sliding_window", None)
+    slides = any(kind != "full_attention" for kind in getattr(model.config, "layer_types", None) or [])
+    if slides and not (window and tokens <= window):
+        raise ValueError(
+            f"prompt and answer of up to {tokens} tokens: {type(model).__name__} attends to the last {window} only, "
+            "and rollouts keep no sliding window"
+        )
+
+
+def _check(requests: Sequence[Request]) -> None:
+    empty = [row for row, request in enumerate(requests) if not request.prompt_token_ids]
     if empty:
         raise ValueError(f"prompts {empty} have no tokens: an answer needs at least one")

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from reflux.components.algorithms.divergences import score_tokens
+from reflux.components.algorithms.draws import Sampling
 from reflux.components.algorithms.low_bit import decoder_layers
 from reflux.components.algorithms.output_head import OutputHead, final_hidden_states
-from reflux.components.algorithms.rollouts import Sampling, rollout
+from reflux.components.algorithms.rollouts import Request, rollout
 
 from .heldout import Batch, Trace
 
@@ -100,11 +101,9 @@ def generate(model: Any, tokenizer: Any, prompts: list[Trace], max_tokens: int) 
     """The model's most likely answer to each prompt, decoded."""
     rollouts = rollout(
         model,
-        [trace.prompt_token_ids for trace in prompts],
+        [Request(prompt_token_ids=trace.prompt_token_ids, seed=0) for trace in prompts],
         Sampling(temperature=0.0, max_new_tokens=max_tokens),
-        seeds=[0] * len(prompts),
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=pad_token(tokenizer),
         vocab_size=len(tokenizer),
     )
     return [tokenizer.decode(answer.response_token_ids, skip_special_tokens=True) for answer in rollouts]
@@ -118,11 +117,9 @@ def decode_times_ms(model: Any, tokenizer: Any, prompt_token_ids: list[int], tok
     clock_ns: list[int] = []
     rollout(
         model,
-        [prompt_token_ids],
+        [Request(prompt_token_ids=prompt_token_ids, seed=0)],
         Sampling(temperature=0.0, max_new_tokens=WARM_UP_TOKENS + tokens + 1),
-        seeds=[0],
         eos_token_id=-1,
-        pad_token_id=pad_token(tokenizer),
         vocab_size=len(tokenizer),
         on_step=lambda rows, logits_BV: clock_ns.append(time.perf_counter_ns()),
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from reflux.components.algorithms.rollouts import Rollout, Sampling, derive_seed, draw, rollout
+from reflux.components.algorithms.draws import Sampling, derive_seed
+from reflux.components.algorithms.rollouts import Request, Rollout, rollout
 from reflux.components.models import chat_token_ids, load_model, load_tokenizer
 
 TEXTS = ["Hi", "List three colours of autumn.", "Why is the sky blue?", "Add 2 and 3."]
@@ -30,16 +32,14 @@ def prompts(tokenizer: Any) -> list[list[int]]:
 
 
 def answer(model: Any, tokenizer: Any, prompts: list[list[int]], seeds: list[int], **options: Any) -> list[Rollout]:
-    on_step = options.pop("on_step", None)
+    how = {name: options.pop(name) for name in ("on_step", "slots") if name in options}
     return rollout(
         model,
-        prompts,
+        [Request(prompt_token_ids=prompt, seed=seed) for prompt, seed in zip(prompts, seeds, strict=True)],
         Sampling(**{"max_new_tokens": 24, **options}),
-        seeds=seeds,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
         vocab_size=len(tokenizer),
-        on_step=on_step,
+        **how,
     )
 
 
@@ -71,6 +71,56 @@ def test_draws_of_a_row_do_not_depend_on_its_batch(model: Any, tokenizer: Any, p
     alone = [answer(model, tokenizer, [prompt], [seed])[0] for prompt, seed in zip(prompts, seeds, strict=True)]
     assert together == reversed_order == alone
     assert len({tuple(done.response_token_ids) for done in together}) == 4
+
+
+@pytest.mark.parametrize("slots", [1, 3, 7])
+def test_a_place_that_falls_free_is_taken_by_the_next_request(
+    model: Any, tokenizer: Any, prompts: list[list[int]], slots: int
+) -> None:
+    many, seeds = prompts * 3, list(range(12))
+    ending = endable(model, tokenizer)
+    together = answer(ending, tokenizer, many, seeds, temperature=1.3)
+    under_way: list[int] = []
+    in_turn = answer(
+        ending, tokenizer, many, seeds, temperature=1.3, slots=slots,
+        on_step=lambda rows, logits_BV: under_way.append(len(rows)),
+    )  # fmt: skip
+    assert in_turn == together
+    tokens = sum(len(done.response_token_ids) for done in together)
+    assert max(under_way) == slots
+    assert sum(under_way) == tokens  # no row is computed after its end
+    full = tokens - sum(range(slots)) * 24  # the last ones may be alone for as long as an answer is at most
+    assert under_way.count(slots) * slots >= full
+
+
+def test_the_prompt_of_a_group_is_read_once(model: Any, tokenizer: Any, prompts: list[list[int]]) -> None:
+    read: list[int] = []
+    hook = model.model.embed_tokens.register_forward_hook(lambda module, args, output: read.append(args[0].numel()))
+    grouped = [prompt for prompt in prompts for _ in range(4)]
+    try:
+        done = answer(model, tokenizer, grouped, list(range(16)), slots=16)
+    finally:
+        hook.remove()
+    longest = max(map(len, prompts)) - 1
+    assert sum(read) <= 4 * longest + sum(len(rolled.response_token_ids) for rolled in done)
+    alone = [answer(model, tokenizer, [prompt], [seed])[0] for seed, prompt in enumerate(grouped)]
+    assert done == alone
+    assert len({tuple(rolled.response_token_ids) for rolled in done}) == 16
+
+
+def test_a_prompt_of_one_token_is_answered(model: Any, tokenizer: Any, prompts: list[list[int]]) -> None:
+    alone = answer(model, tokenizer, [[5]], [3])[0]
+    assert answer(model, tokenizer, [[5], prompts[0]], [3, 4])[0] == alone
+    forced = model(input_ids=torch.tensor([[5]])).logits[0, 0, : len(tokenizer)]
+    first = answer(model, tokenizer, [[5]], [3], temperature=0, max_new_tokens=1)[0]
+    assert first.response_token_ids == [int(forced.argmax())]
+
+
+def test_a_window_shorter_than_the_answers_is_refused(model: Any, tokenizer: Any, prompts: list[list[int]]) -> None:
+    sliding = copy.deepcopy(model)
+    sliding.config.sliding_window, sliding.config.layer_types = 40, ["sliding_attention"] * 2
+    with pytest.raises(ValueError, match="attends to the last 40 only"):
+        answer(sliding, tokenizer, prompts, [0] * 4, max_new_tokens=40)
 
 
 def test_logits_of_every_step_are_those_of_a_teacher_forced_forward(
@@ -110,42 +160,14 @@ def test_padded_vocabulary_is_never_drawn(model: Any, tokenizer: Any, prompts: l
             assert max(rolled.response_token_ids) < len(tokenizer)
 
 
-@pytest.mark.parametrize("top_p", [0.05, 0.6, 0.95, 1.0])
-def test_draws_follow_the_nucleus_of_the_tempered_distribution(top_p: float) -> None:
-    logits_V = torch.randn(700, generator=torch.Generator().manual_seed(0))  # wider than the candidates sorted first
-    draws, temperature = 4000, 0.8
-    probs, order = torch.softmax(logits_V / temperature, -1).sort(descending=True)
-    size = 700 if top_p == 1 else int((probs.cumsum(-1) < top_p).sum()) + 1
-    expected = torch.zeros(700).scatter(0, order[:size], probs[:size] / probs[:size].sum())
-
-    generator = torch.Generator().manual_seed(1)
-    tokens = draw(logits_V.expand(draws, -1), Sampling(temperature=temperature, top_p=top_p), [generator] * draws)
-    counts = torch.bincount(tokens, minlength=700) / draws
-    assert set(tokens.tolist()) <= set(order[:size].tolist())
-    total_variation = (counts - expected).abs().sum() / 2
-    assert total_variation < (size / draws) ** 0.5  # its expectation is below half of this
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"temperature": -1.0}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"top_p": 0.0}, "top_p"),
-     ({"top_p": 1.1}, "top_p"), ({"max_new_tokens": 0}, "max_new_tokens")],
-)  # fmt: skip
-def test_sampling_refuses_what_it_cannot_do(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        Sampling(**options)
-
-
 def test_bad_batches_are_refused(model: Any, tokenizer: Any, prompts: list[list[int]]) -> None:
     assert answer(model, tokenizer, [], []) == []
-    with pytest.raises(ValueError, match="one seed per prompt"):
-        answer(model, tokenizer, prompts, [0])
     with pytest.raises(ValueError, match=r"prompts \[1\] have no tokens"):
         answer(model, tokenizer, [prompts[0], []], [0, 0])
     with pytest.raises(FloatingPointError, match=r"rows \[0, 1\]"):
         answer(Biased(model, {5: float("nan")}), tokenizer, prompts[:2], [0, 0])
     with pytest.raises(ValueError, match="do not fit"):
-        rollout(model, prompts[:1], Sampling(), seeds=[0], eos_token_id=2, pad_token_id=0, vocab_size=10_000)
+        rollout(model, [Request(prompt_token_ids=prompts[0], seed=0)], Sampling(), eos_token_id=2, vocab_size=10_000)
 
 
 class Biased(torch.nn.Module):

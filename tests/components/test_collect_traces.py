@@ -18,8 +18,9 @@ import torch
 from stage_writers import writer_for
 
 from reflux.components import progress
+from reflux.components.algorithms.draws import Sampling, derive_seed
 from reflux.components.algorithms.loops import ends_in_loop
-from reflux.components.algorithms.rollouts import Sampling, derive_seed, rollout
+from reflux.components.algorithms.rollouts import Request, rollout
 from reflux.components.artifacts import Artifact
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.prompts import load_prompts, split_of
@@ -149,15 +150,18 @@ def test_the_sampling_contract_is_recorded_and_kept(
     for row in rows[4]:
         (alone,) = rollout(
             model,
-            [row["prompt_token_ids"]],
+            [
+                Request(
+                    prompt_token_ids=row["prompt_token_ids"],
+                    seed=derive_seed(int(recorded["seed"]), row["prompt_id"]),
+                )
+            ],
             Sampling(
                 temperature=float(recorded["sampled_temperature"]),
                 top_p=float(recorded["sampled_top_p"]),
                 max_new_tokens=int(recorded["max_new_tokens"]),
             ),
-            seeds=[derive_seed(int(recorded["seed"]), row["prompt_id"])],
             eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
             vocab_size=int(recorded["vocab_size"]),
         )
         assert alone.response_token_ids == row["response_token_ids"]

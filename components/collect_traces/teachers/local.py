@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reflux.components.algorithms.draws import Sampling, derive_seed
 from reflux.components.algorithms.key_tokens import Evidence, key_token_score
-from reflux.components.algorithms.rollouts import Sampling, derive_seed, rollout
+from reflux.components.algorithms.rollouts import Request, rollout
 from reflux.components.algorithms.sampled_teacher import SampledTeacher, joined, sampled_counts
 from reflux.components.algorithms.sparse_teacher import SparseTeacher, sparse_topk
 from reflux.components.collect_traces.answers import Answer
@@ -70,11 +71,12 @@ def _answered(
 
     done = rollout(
         model,
-        [prompt.token_ids for prompt in prompts],
+        [
+            Request(prompt_token_ids=prompt.token_ids, seed=derive_seed(config.seed, prompt.prompt_id))
+            for prompt in prompts
+        ],
         Sampling(temperature=config.temperature, top_p=config.top_p, max_new_tokens=config.max_new_tokens),
-        seeds=[derive_seed(config.seed, prompt.prompt_id) for prompt in prompts],
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         vocab_size=len(tokenizer),
         on_step=on_step,
     )

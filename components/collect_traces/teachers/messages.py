@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reflux.components.algorithms.draws import derive_seed
 from reflux.components.algorithms.key_tokens import Evidence, key_token_score
-from reflux.components.algorithms.rollouts import derive_seed
 from reflux.components.algorithms.sparse_teacher import SparseTeacher
 from reflux.components.collect_traces.answers import Answer
 from reflux.components.collect_traces.config import CollectTracesConfig
