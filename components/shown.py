@@ -12,7 +12,7 @@ from typing import Any
 
 from reflux.components.artifacts import Artifact
 
-_LONGEST = 200  # characters of one cell
+_LONGEST = 300  # characters of one cell
 
 
 def numbers(artifact: Artifact) -> dict[str, float]:
@@ -48,13 +48,13 @@ def summary(artifact: Artifact, *, reused: bool, mlflow_run: str = "") -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _contents(artifact: Artifact) -> list[tuple[str, int, int, int]]:
+def _contents(artifact: Artifact) -> list[tuple[str, int, int | str, int]]:
     """Shards, those of one table together: `traces/00000` and those after it are `traces`."""
     found: dict[str, list[Any]] = {}
     for shard in artifact.record.shards:
         found.setdefault(shard.name.partition("/")[0], []).append(shard)
     return [
-        (name, len(shards), sum(shard.rows or 0 for shard in shards), sum(shard.bytes for shard in shards))
+        (name, len(shards), sum(shard.rows or 0 for shard in shards) or "", sum(shard.bytes for shard in shards))
         for name, shards in found.items()
     ]
 

@@ -18,7 +18,11 @@ from toy_stages.pipeline import party
 
 from reflux.components.artifacts import Artifact
 from reflux.components.storage import Store
-from reflux.pipelines.local_session import StageError
+from reflux.pipelines import recipes
+from reflux.pipelines.compile import compile_to_text
+from reflux.pipelines.distillation import distillation
+from reflux.pipelines.local_session import StageError, run_pipeline
+from reflux.pipelines.process_runner import in_processes
 
 TESTS = Path(__file__).parents[1]
 COMMAND = ["python3", "-m", "reflux.components", "toy_stages.brew", "--executor-input", '{"x": "/lib/python3.11/m"}']
@@ -52,6 +56,28 @@ def test_two_stages_leave_artifacts(tmp_path: Path, capsys: pytest.CaptureFixtur
 
     again = party(tmp_path, note=note, minutes=7)
     assert {s: (r.digest, r.reused) for s, r in again.items()} == {s: (r.digest, True) for s, r in results.items()}
+
+
+def test_overrides_of_the_form_decide_what_is_made(tmp_path: Path) -> None:
+    """A struct's whole numbers arrive as floats; the artifact is that of the values that a stage ends up with."""
+    form = {"run": "", "overrides": {"brew": {"minutes": 7}}}
+    results = party(tmp_path, form=form, minutes=3)
+    assert results["brew"].key == party(tmp_path, minutes=7)["brew"].key
+    tea = Artifact.open(Store.open(str(tmp_path / "store")), "brew", results["brew"].key)
+    assert tea.file("tea.txt").decode() == "assam|7|"
+    with pytest.raises(StageError, match=r"brew: brew\.minutes: 7\.5 is not a whole number"):
+        party(tmp_path, form={"overrides": {"brew": {"minutes": 7.5}}})
+
+
+def test_a_wrong_form_is_refused_before_the_first_stage(tmp_path: Path) -> None:
+    """The whole pipeline, as the form of Kubeflow starts it."""
+    text = compile_to_text(distillation(recipes.demo(), name="demo"))
+    overrides = {"distill": {"max_steps": 10.5}}
+    with pytest.raises(StageError, match=r"^prerequisites: distill\.max_steps: 10\.5 is not a whole number$"):
+        run_pipeline(
+            text, {"store": str(tmp_path), "overrides": overrides}, root=tmp_path / "kfp", runner=in_processes()
+        )
+    assert [path.name for path in (tmp_path / "kfp").glob("*/*") if path.name != "prerequisites"] == []
 
 
 @pytest.mark.parametrize(

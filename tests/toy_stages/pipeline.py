@@ -16,17 +16,21 @@ from toy_stages.pour.config import PourConfig
 
 def tea_party(image: str = "", **values: Any) -> Any:
     @dsl.pipeline(name="tea-party")
-    def pipeline(store: str, run: str, leaves: str) -> None:
-        at = {"store": store, "run": run, "image": image}
+    def pipeline(store: str, leaves: str, run: str = "", overrides: dict = {}) -> None:  # noqa: B006
+        job = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+        at = {"store": store, "run": run, "job": job, "overrides": overrides, "image": image}
         tea = brew(BrewConfig(**values), leaves=leaves, **at).outputs["tea"]
         pour(PourConfig(), tea=tea, **at)
 
     return pipeline
 
 
-def party(root: Path, *, runner: Runner | None = None, **brew: Any) -> dict[str, StageResult]:
+def party(
+    root: Path, *, runner: Runner | None = None, form: dict[str, Any] | None = None, **brew: Any
+) -> dict[str, StageResult]:
+    """`form`: parameters of the pipeline beside those that it needs."""
     leaves = root / "python3 leaves.txt"
     leaves.write_text("assam")
-    arguments = {"store": str(root / "store"), "run": "r1", "leaves": str(leaves)}
+    arguments = {"store": str(root / "store"), "run": "r1", "leaves": str(leaves), **(form or {})}
     runner = runner or in_processes()
     return run_pipeline(compile_to_text(tea_party(**brew)), arguments, root=root / "kfp", runner=runner)
