@@ -66,15 +66,16 @@ def run(parameters: Mapping[str, Any]) -> None:
     store = Store.open(given["store"], settings)
     for remark in preflight.check(configs, store, settings):
         print(remark, flush=True)
-    known = {name: given[name] for name in ("recipe", "store", *SOURCES)}
-    tracking.begin_pipeline(
-        run_name, known, store=store, job=given["job"]
-    )  # nobody else on a cluster says what the whole run was started with
+    # nobody else on a cluster says what the whole run was started with
+    asked = {name: given[name] for name in ("recipe", "store", *SOURCES)}
+    tracking.begin_pipeline(run_name, asked, store=store, job=given["job"])
 
 
 def final_configs(given: Mapping[str, Any]) -> dict[str, Any]:
     """The configs that the stages will have: the recipe's, with what was written into the form."""
-    configs = {stage: declare.from_mapping(_config_class(stage), values) for stage, values in given["configs"].items()}
+    configs: dict[str, Any] = {
+        stage: declare.from_mapping(_config_class(stage), values) for stage, values in given["configs"].items()
+    }
     changes = dict(given["overrides"])
     overrides.require_no_sources(changes)
     if isinstance(changes.setdefault("distill", {}), Mapping):
