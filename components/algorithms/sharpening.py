@@ -52,9 +52,13 @@ class Particles:
     log_normalizer_G: Tensor
     """Estimate of log Z; unbiased in Z, not in its logarithm."""
     teacher_nats_GN: Tensor
+    """Of each answer as it was proposed, up to the first time that its prompt's were drawn again: copies would hide
+    what the student does by itself.
+    """
     student_nats_GN: Tensor
+    """Of the same tokens."""
     effective_G: Tensor
-    """Effective number of particles at the end, 1 to N."""
+    """Effective number of particles where it was least, 1 to N."""
     resampled: int
     """How often particles were drawn again, over all prompts."""
 
@@ -74,7 +78,8 @@ def power_particles(extend: Extend, seeds: Sequence[int], *, particles: int, alp
     log_normalizer_G = torch.zeros(len(seeds), dtype=torch.float64)
     answers: list[list[int]] = [[] for _ in range(len(seeds) * particles)]
     ended = [False] * len(answers)
-    resampled = 0
+    resampled, as_proposed_G = 0, torch.ones(len(seeds), dtype=torch.bool)
+    effective_G = torch.full((len(seeds),), float(particles), dtype=torch.float64)
     for number in range(blocks):
         rows = [row for row, is_ended in enumerate(ended) if not is_ended]
         if not rows:
@@ -83,8 +88,10 @@ def power_particles(extend: Extend, seeds: Sequence[int], *, particles: int, alp
         for row, token_ids, is_ended in zip(rows, block.token_ids, block.ended, strict=True):
             answers[row], ended[row] = answers[row] + token_ids, is_ended
         log_weight_GN.view(-1)[rows] += alpha * block.teacher_nats_R - block.proposal_nats_R
-        teacher_GN.view(-1)[rows] += block.teacher_nats_R
-        student_GN.view(-1)[rows] += block.student_nats_R
+        as_proposed_R = as_proposed_G.repeat_interleave(particles)[rows]
+        teacher_GN.view(-1)[rows] += block.teacher_nats_R * as_proposed_R
+        student_GN.view(-1)[rows] += block.student_nats_R * as_proposed_R
+        effective_G = torch.minimum(effective_G, effective_number(log_weight_GN))
         if number == blocks - 1:
             break
         few_G = effective_number(log_weight_GN) < RESAMPLE_BELOW * particles
@@ -94,8 +101,7 @@ def power_particles(extend: Extend, seeds: Sequence[int], *, particles: int, alp
                 continue
             chosen = systematic(log_weight_GN[g].softmax(-1), torch.rand(1, generator=generators[g]).item())
             log_normalizer_G[g] += mean_weight(log_weight_GN[g])
-            log_weight_GN[g] = 0.0
-            teacher_GN[g], student_GN[g] = teacher_GN[g, chosen], student_GN[g, chosen]
+            log_weight_GN[g], as_proposed_G[g] = 0.0, False
             answers[own.start : own.stop] = [answers[own[i]] for i in chosen]
             ended[own.start : own.stop] = [ended[own[i]] for i in chosen]
             resampled += 1
@@ -106,7 +112,7 @@ def power_particles(extend: Extend, seeds: Sequence[int], *, particles: int, alp
         log_normalizer_G=log_normalizer_G + mean_weight(log_weight_GN),
         teacher_nats_GN=teacher_GN,
         student_nats_GN=student_GN,
-        effective_G=effective_number(log_weight_GN),
+        effective_G=effective_G,
         resampled=resampled,
     )
 

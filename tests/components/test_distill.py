@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,15 @@ import tiny_chain
 import torch
 from safetensors.torch import load
 from tiny_chain import Chain
+from tiny_training import training
 
-from reflux.components import models, policy_table, progress
+from reflux.components import progress
 from reflux.components.algorithms.draws import Sampling, derive_seed
-from reflux.components.algorithms.low_bit import apply_scheme, frozen_weights
+from reflux.components.algorithms.low_bit import frozen_weights
 from reflux.components.algorithms.rollouts import Request, rollout
 from reflux.components.artifacts import Artifact
-from reflux.components.distill import stage
 from reflux.components.distill.config import DistillConfig
-from reflux.components.distill.examples import Sequence, training_examples
-from reflux.components.distill.objective import DistillationLoss
+from reflux.components.distill.examples import Sequence
 from reflux.components.distill.trainer import Trainer
 
 
@@ -41,36 +40,6 @@ def chain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
 def whole(chain: Chain) -> Artifact:
     """Eight steps that nobody stopped."""
     return chain.distilled()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    trainer: Trainer
-    tokenizer: Any
-    traces: list[Sequence]
-
-    @property
-    def rollouts(self) -> list[Sequence]:
-        """Teacher answers without what was stored of them: to be scored by the live teacher, as rollouts are."""
-        return [Sequence(token_ids=s.token_ids, first_scored=1) for s in self.traces]
-
-
-def training(chain: Chain, **options: Any) -> Training:
-    """What stage.run builds before its first step."""
-    config = chain.training(**options)
-    tokenizer = models.load_tokenizer(chain.model)
-    student = apply_scheme(
-        models.load_model(chain.model),
-        stage.scheme_of(config),
-        policy_table.decode(chain.profile.file("policy_table.bin")),
-    )
-    teacher, dtype = models.load_model(chain.model), models.compute_dtype(config.compute_dtype)
-    loss = DistillationLoss(student, teacher, tokenizer, config, dtype)
-    examples = training_examples(chain.traces, config.max_sequence_tokens)
-    hard = {row["trace_id"] for row in chain.labels.table("hard_samples").to_pylist() if row["hard"]}
-    phases = stage.schedule(config, has_policy=True)
-    trainer = stage.make_trainer(config, phases, student, tokenizer, loss, examples, hard, chain.model)
-    return Training(trainer=trainer, tokenizer=tokenizer, traces=list(examples.values()))
 
 
 def gradient(trainer: Trainer, micro_batches: list[list[Sequence]]) -> tuple[float, dict[str, torch.Tensor]]:
