@@ -16,7 +16,7 @@ from reflux.components import declare
 Definitions = Mapping[str, Mapping[str, Any]]
 """Input -> what the specification says of it: parameterType, defaultValue, isOptional, literals."""
 
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+_TYPES: dict[str, tuple[tuple[type[Any], ...], str]] = {
     "STRING": ((str,), "text"),
     "NUMBER_INTEGER": ((int, float), "a whole number"),
     "NUMBER_DOUBLE": ((int, float), "a number"),

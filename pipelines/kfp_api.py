@@ -89,7 +89,7 @@ def connect(connection: Connection, *, dry_run: bool = False) -> Api:
             ssl_ca_cert=str(connection.ca_cert) if connection.ca_cert else None,
             kube_context=connection.kube_context or None,
         )
-        health = client.get_kfp_healthz()
+        health = client.get_kfp_healthz()  # kfp asks by itself only where no namespace is given
     namespace = connection.namespace or client.get_user_namespace()
     if health.multi_user and not namespace:
         raise ValueError(f"--namespace: missing; {shown} serves many users, each in a namespace")
@@ -155,14 +155,19 @@ class _Client(kfp.Client):
 
     def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
         """The server's state. ValueError if what answers is not the API."""
-        answer = self.healthzs.healthz_service_get_healthz(_preload_content=False, _request_timeout=TIMEOUT_S)
+        host = self._existing_config.host
         try:
+            answer = self.healthzs.healthz_service_get_healthz(_preload_content=False, _request_timeout=TIMEOUT_S)
             state = json.loads(answer.data)
+        except kfp_server_api.ApiException as error:
+            if error.status != 404:
+                raise
+            raise ValueError(f"{host}: there is no API of Kubeflow Pipelines 2 here (404); {_EXAMPLES}") from error
         except ValueError:
             state = None
         if not isinstance(state, dict):
             raise ValueError(
-                f"{self._existing_config.host}: answers, but not as the API of Kubeflow Pipelines; where a login page "
+                f"{host}: answers, but not as the API of Kubeflow Pipelines; where a login page "
                 f"stands before it, give --token-file or a cookie in kfp's context file"
             )
         return kfp_server_api.V2beta1GetHealthzResponse(multi_user=state.get("multi_user"))
@@ -194,8 +199,6 @@ def _refusal(host: str, error: Any) -> str:
         return f"{host}: does not know who you are (401{_after(said)}); give --token-file, or renew what is in it"
     if error.status == 403:
         return f"{host}: you are not allowed to do this (403{_after(said)}); is --namespace yours?"
-    if error.status == 404 and not said:
-        return f"{host}: there is no API of Kubeflow Pipelines 2 here (404); {_EXAMPLES}"
     return f"{host}: refused ({error.status}{_after(said)})"
 
 

@@ -40,9 +40,11 @@ class Package:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
-def of_recipe(name: str, recipe: Recipe, *, image: str = "", require_digests: bool = False) -> Package:
+def of_recipe(
+    name: str, recipe: Recipe, *, image: str = "", store: str = "", require_digests: bool = False
+) -> Package:  # fmt: skip
     """Compile. ValueError for what no cluster could run."""
-    return Package(text=compile_recipe(name, recipe, image=image, require_digests=require_digests))
+    return Package(text=compile_recipe(name, recipe, image=image, store=store, require_digests=require_digests))
 
 
 def parameters(spec: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

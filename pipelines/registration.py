@@ -36,17 +36,27 @@ class Standing:
 
 def prepare(api: Api, *, pipeline: str, package: Package, experiment: str, latest: bool = False) -> Standing:
     """Find all three, then make what is missing. With `latest` the version is the pipeline's newest afterwards."""
-    stem = version_name(pipeline, package)
-    pipeline_id = find_pipeline(api, pipeline)
     experiment_id = find_experiment(api, experiment)
-    version_id, name = _find_version(api, pipeline_id, stem, latest) if pipeline_id else ("", stem)
-
-    pipeline_id = pipeline_id or _create_pipeline(api, pipeline)
+    pipeline_id, version_id = register(api, pipeline=pipeline, package=package, latest=latest)
     return Standing(
         pipeline_id=pipeline_id,
-        version_id=version_id or _upload(api, pipeline_id, name, package),
+        version_id=version_id,
         experiment_id=experiment_id or create_experiment(api, experiment),
     )
+
+
+def register(api: Api, *, pipeline: str, package: Package, latest: bool = False) -> tuple[str, str]:
+    """The ids of the pipeline and of its version with these bytes, made if they are not there; `latest` as above."""
+    stem = version_name(pipeline, package)
+    pipeline_id = find_pipeline(api, pipeline)
+    version_id, name = _find_version(api, pipeline_id, stem, latest) if pipeline_id else ("", stem)
+    pipeline_id = pipeline_id or _create_pipeline(api, pipeline)
+    return pipeline_id, version_id or _upload(api, pipeline_id, name, package)
+
+
+def pipeline_name(recipe: str, given: str = "") -> str:
+    """The name of a recipe's pipeline, unless another is given. ValueError if Kubernetes would not take it."""
+    return check_name("--pipeline", given or f"reflux-{recipe.replace('_', '-')}")
 
 
 def version_name(pipeline: str, package: Package) -> str:

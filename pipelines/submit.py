@@ -1,7 +1,8 @@
 """One run on a cluster: everything that can be wrong is found before anything is made, then the run is created.
 
 The run is pinned to the version that was compiled here, so that what was asked for is what runs, whatever is uploaded
-meanwhile.
+meanwhile. Versions of submitted runs are kept under a pipeline of their own, because the newest version of a pipeline
+is what the UI offers and schedules run, and somebody's trial must not become that.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def asked(
         values.setdefault(RUN_INPUT, name)
     return Asked(
         package=package,
-        pipeline=registration.check_name("--pipeline", pipeline or f"reflux-{recipe.replace('_', '-')}"),
+        pipeline=registration.check_name("--pipeline", pipeline or f"{registration.pipeline_name(recipe)}-submitted"),
         name=name,
         values=arguments.check(package.parameters, values),
         experiment=experiment,

@@ -7,7 +7,7 @@ answer that fails. Here a run that was ended by hand is an end, and a server tha
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
@@ -28,16 +28,20 @@ class LostSightError(Exception):
 
 
 def follow(api: Api, run_id: str, *, poll_s: float) -> Any:
-    """Show the run until it has ended; the run as the API describes it then. RefusedError if there is no such run."""
-    run = kfp_api.call(api, api.client.runs.run_service_get_run, run_id=run_id)
-    names = _task_names(api, run)
+    """Show the run until it has ended; the run as the API describes it then.
+
+    RefusedError if there is no such run or it may not be seen, LostSightError if the server stays away.
+    """
+    method = api.client.runs.run_service_get_run
+    run = _patiently(api, poll_s, method, run_id=run_id)
+    names = _task_names(api, poll_s, run)
     shown: dict[str, str] = {}
     while True:
         _show(run, names, shown)
         if run.state in ENDED:
             return run
         time.sleep(poll_s)
-        run = _patiently(api, run_id, poll_s)
+        run = _patiently(api, poll_s, method, run_id=run_id)
 
 
 def mlflow_name(run: Any) -> str:
@@ -52,14 +56,14 @@ def inner(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner
 
 
-def _patiently(api: Api, run_id: str, poll_s: float) -> Any:
-    """The run, however often that has to be asked for. LostSightError when nothing came for PATIENCE_S."""
+def _patiently(api: Api, poll_s: float, method: Callable[..., Any], **arguments: Any) -> Any:
+    """The answer, however often it has to be asked for. LostSightError when nothing came for PATIENCE_S."""
     began = time.monotonic()
-    pause_s = max(poll_s, 1.0)
-    said = ""
+    pause_s = poll_s
+    said = False
     while True:
         try:
-            run = kfp_api.call(api, api.client.runs.run_service_get_run, run_id=run_id)
+            answer = kfp_api.call(api, method, **arguments)
         except (OutOfReachError, RefusedError) as error:
             if isinstance(error, RefusedError) and error.status != 401:  # a token file may be about to be renewed
                 raise
@@ -68,13 +72,13 @@ def _patiently(api: Api, run_id: str, poll_s: float) -> Any:
                 raise LostSightError(f"{error}; no other answer for {away_s / 60:.0f} minutes") from error
             if not said:
                 click.echo(f"{_clock()}  {error}; trying again. The run goes on meanwhile.", err=True)
-            said = str(error)
+            said = True
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         else:
             if said:
                 click.echo(f"{_clock()}  {api.host}: answers again", err=True)
-            return run
+            return answer
 
 
 def _show(run: Any, names: set[str] | None, shown: dict[str, str]) -> None:
@@ -105,18 +109,14 @@ def _reason(thing: Any) -> str:
     return " ".join(thing.error.message.split()) if thing.error and thing.error.message else ""
 
 
-def _task_names(api: Api, run: Any) -> set[str] | None:
+def _task_names(api: Api, poll_s: float, run: Any) -> set[str] | None:
     """The tasks that people wrote; KFP lists its own beside them. None, which shows all, if the version is gone."""
     if isinstance(run.pipeline_spec, Mapping):
         return package.tasks(inner(run.pipeline_spec))
     reference = run.pipeline_version_reference
+    ids = {"pipeline_id": reference.pipeline_id, "pipeline_version_id": reference.pipeline_version_id}
     try:
-        version = kfp_api.call(
-            api,
-            api.client.pipelines.pipeline_service_get_pipeline_version,
-            pipeline_id=reference.pipeline_id,
-            pipeline_version_id=reference.pipeline_version_id,
-        )
+        version = _patiently(api, poll_s, api.client.pipelines.pipeline_service_get_pipeline_version, **ids)
     except RefusedError:
         return None
     return package.tasks(inner(version.pipeline_spec))

@@ -162,6 +162,7 @@ def serving(certificate: Certificate | None = None, **settings: Any) -> Iterator
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # head and body in one packet, or each answer waits 40 ms for an acknowledgement
 
     def answer(self) -> None:
         raise NotImplementedError

@@ -31,7 +31,7 @@ UNKNOWN = 4
 )  # fmt: skip
 @click.option("--name", metavar="RUN", default="", help="Name of the run; the default is RECIPE-TIME.")
 @click.option(
-    "--pipeline", metavar="NAME", default="", help="Under which it is uploaded; the default is reflux-RECIPE."
+    "--pipeline", metavar="NAME", default="", help="Under which it is uploaded; the default is reflux-RECIPE-submitted."
 )
 @click.option(
     "--experiment", metavar="NAME", default="reflux", show_default=True,
@@ -88,14 +88,16 @@ def watch(run_id: str, poll_s: float, **place: Any) -> None:
 
 def _finish(api: Any, run_id: str, poll_s: float, *, again: str) -> None:
     """Watch to the end and exit with the outcome. `again` is the command that goes on watching."""
-    from reflux.pipelines import watch
+    from reflux.pipelines import kfp_api, watch
 
     try:
         run = watch.follow(api, run_id, poll_s=poll_s)
     except KeyboardInterrupt:
         click.echo(f"interrupted. The run goes on; to see it again: {again}", err=True)
         sys.exit(INTERRUPTED)
-    except watch.LostSightError as error:
+    except (watch.LostSightError, kfp_api.RefusedError) as error:
+        if getattr(error, "status", 0) == 404:
+            raise
         click.echo(f"{error}. The run may go on; to see it again: {again}", err=True)
         sys.exit(UNKNOWN)
     if run.state != "SUCCEEDED":

@@ -1,0 +1,190 @@
+"""Watching a run on a cluster: what is shown, what the exit code says, and what an outage, Ctrl-C and MLflow change."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from click.testing import CliRunner, Result
+from kfp_api_contract import Contract, serving
+from toy_stages.pipeline import tea_party
+
+from reflux.pipelines import kfp_api, submit, verdict, watch
+from reflux.pipelines.__main__ import cli
+from reflux.pipelines.compile import compile_to_text
+from reflux.pipelines.package import Package
+
+FAILS = [
+    {"run": "RUNNING", "brew": "RUNNING"},
+    {"run": "RUNNING", "brew": "FAILED"},
+    {"run": "FAILED", "brew": "FAILED", "pour": "SKIPPED"},
+]
+
+
+@pytest.fixture(scope="module")
+def package() -> Package:
+    return Package(text=compile_to_text(tea_party(note="mild", minutes=7)))
+
+
+@pytest.fixture
+def contract() -> Iterator[Contract]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def run_id(contract: Contract, package: Package) -> str:
+    asked = submit.asked(
+        package, recipe="tea", name="tea-1", pipeline="", experiment="reflux", texts=["store=/s", "leaves=assam"],
+        pipeline_root="", service_account="",
+    )  # fmt: skip
+    return submit.submit(kfp_api.connect(kfp_api.Connection(host=contract.url)), asked)
+
+
+def watched(contract: Contract, run_id: str) -> Result:
+    return CliRunner().invoke(cli, ["watch", run_id, "--host", contract.url, "--poll", "0.1"])
+
+
+def lines(output: str) -> list[str]:
+    return [re.sub(r"\s+", " ", line.partition("  ")[2]).strip() for line in output.splitlines()]
+
+
+def test_a_line_for_each_change_and_none_for_what_kfp_adds(contract: Contract, run_id: str) -> None:
+    done = watched(contract, run_id)
+    assert done.exit_code == 0, done.output
+    assert lines(done.output)[:-1] == [
+        "run tea-1 pending",
+        "brew running",
+        "run tea-1 running",
+        "brew succeeded 90 s",
+        "pour running",
+        "pour succeeded 90 s",
+        "run tea-1 succeeded",
+    ]
+    assert "verdict: not known here: MLFLOW_TRACKING_URI does not name a server" in done.output
+
+
+def test_a_run_that_fails_says_why(contract: Contract, run_id: str) -> None:
+    contract.state.script, contract.state.reason = FAILS, "brew: store s3://b does not answer"
+    done = watched(contract, run_id)
+    assert done.exit_code == 1
+    assert "brew failed brew: store s3://b does not answer" in lines(done.output)
+    assert "pour skipped" in lines(done.output)
+    assert lines(done.output)[-1].startswith("run tea-1 failed This step is in Failed state")
+    assert "verdict" not in done.output
+
+
+def test_a_run_that_was_canceled_has_ended(contract: Contract, run_id: str) -> None:
+    contract.state.script = [{"run": "RUNNING"}, {"run": "CANCELING"}, {"run": "CANCELED"}]
+    done = watched(contract, run_id)
+    assert done.exit_code == 1
+    assert lines(done.output)[-1] == "run tea-1 canceled"
+
+
+def test_outages_are_waited_for(contract: Contract, run_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+    api = kfp_api.connect(kfp_api.Connection(host=contract.url))
+    hang_up = [(0, "GET")] * 4  # as often as urllib3 tries by itself
+    contract.trouble = [(503, "GET"), *hang_up, (401, "GET")]
+    assert watch.follow(api, run_id, poll_s=0.1).state == "SUCCEEDED"
+    assert contract.trouble == []
+    said = capsys.readouterr().err
+    assert said.count("trying again. The run goes on meanwhile") == 1
+    assert said.count("answers again") == 1
+
+
+def test_a_server_that_stays_away_is_no_verdict(
+    contract: Contract, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "PATIENCE_S", 0.5)
+    api = kfp_api.connect(kfp_api.Connection(host=contract.url))
+    contract.token = "changed"
+    with pytest.raises(watch.LostSightError, match=r"does not know who you are.*no other answer"):
+        watch.follow(api, run_id, poll_s=0.1)
+
+
+def test_no_such_run(contract: Contract) -> None:
+    done = watched(contract, "6e0d3bb5")
+    assert done.exit_code == 2
+    assert "run 6e0d3bb5 not found" in done.output
+
+
+def test_ctrl_c_leaves_the_run_running_and_says_how_to_go_on(contract: Contract, run_id: str) -> None:
+    contract.state.script = [{"run": "RUNNING", "brew": "RUNNING"}]
+    command = [sys.executable, "-m", "reflux.pipelines", "watch", run_id, "--host", contract.url, "--poll", "0.2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "brew" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert f"The run goes on; to see it again: reflux watch {run_id} --host={contract.url}" in said
+    assert contract.changes()[-1][1] == "/apis/v2beta1/runs", "nothing was sent that ends it"
+
+
+@contextmanager
+def mlflow(runs: list[dict[str, str]], token: str = "") -> Iterator[str]:
+    """Two calls of MLflow's REST interface, answered with runs of these tags."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/api/2.0/mlflow/experiments/get-by-name?experiment_name=reflux"
+            self.answer({"experiment": {"experiment_id": "7"}})
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            name = re.fullmatch(r"tags\.`reflux\.run` = '(.*)'", asked["filter"])
+            assert name is not None
+            assert asked["experiment_ids"] == ["7"]
+            found = [tags for tags in runs if tags["reflux.run"] == name[1]]
+            pairs = [[{"key": key, "value": value} for key, value in tags.items()] for tags in found]
+            self.answer({"runs": [{"data": {"tags": tags}} for tags in pairs]})
+
+        def answer(self, content: dict[str, object]) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(200 if self.headers.get("Authorization", "") == token else 401)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(("said", "code"), [("pass", 0), ("fail", 3)])
+def test_the_gate_decides_the_exit_code_where_mlflow_tells_it(
+    contract: Contract, run_id: str, monkeypatch: pytest.MonkeyPatch, said: str, code: int
+) -> None:
+    runs = [{"reflux.run": "tea-1", "reflux.stage": "pour"}, {"reflux.run": "tea-1", "reflux.verdict": said}]
+    with mlflow([*runs, {"reflux.run": "tea-2", "reflux.verdict": "other"}]) as uri:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        done = watched(contract, run_id)
+    assert done.exit_code == code
+    assert f"verdict: {said}" in done.output
+
+
+def test_a_verdict_that_cannot_be_read_is_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("USERNAME", "PASSWORD", "TOKEN"):
+        monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert verdict.of("tea-1")[0] == ""
+    with mlflow([], token="Bearer t") as uri:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        assert "401 for" in verdict.of("tea-1")[1]
+        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t")
+        assert verdict.of("tea-1") == ("", "MLflow has no run 'tea-1' with a verdict")
