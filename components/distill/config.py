@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from reflux.components.declare import setting, source
+from reflux.components.declare import check_choices, choice, setting, source
 
 from .terms import OBJECTIVES, ROLLOUTS, TRACES, Term, parse, require_place
 
 STAGE_VERSION = "3"
-
-EXPORTS = ("ema", "last", "best")
-PARALLELISM = ("ddp", "fsdp2")
-ACTIVATIONS = ("dual", "plain")
-COMPUTE_DTYPES = ("float32", "bfloat16", "auto")
-ROLLOUT_ENGINES = ("local", "vllm")
-OFF_DISTRIBUTION = ("refuse", "renormalise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +34,7 @@ class DistillConfig:
     """Of the skew KLs, in [0, 1): share of the first distribution in the second. The published value."""
     discount: float = 0.0
     """Of sampled_reverse_kl, in [0, 1]: how much the advantages of later tokens count for a token."""
-    off_distribution: str = "refuse"
+    off_distribution: str = choice("refuse", ("refuse", "renormalise"))
     """What sampled_reverse_kl does with rollouts at another temperature or top_p than 1: refuse, or renormalise, which
     takes the ratio and its gradient of the distribution that was drawn from.
     """
@@ -66,7 +59,7 @@ class DistillConfig:
     """Input channels that share a weight scale; must divide every layer's width."""
     activation_bits: int = 4
     """Bits of the activations that enter those layers, 2 to 8; 16 leaves them alone."""
-    activation: str = "dual"
+    activation: str = choice("dual", ("dual", "plain"))
     """plain: one scale per token; dual: a main scale from the position table and an outlier scale from the token."""
 
     warmup_steps: int = 100
@@ -110,7 +103,7 @@ class DistillConfig:
     """Lay the sequences of a forward end to end in rows as long as the longest, instead of padding each to it."""
     max_sequence_tokens: int = 256
     """Prompt and answer together; longer sequences are cut and counted."""
-    compute_dtype: str = "float32"
+    compute_dtype: str = choice("float32", ("float32", "bfloat16", "auto"))
     """float32, bfloat16, or auto: bfloat16 where the CPU multiplies it natively. Of the passes through the layers that
     are scored; master weights, logits, losses, rollouts and what is exported stay float32.
     """
@@ -118,7 +111,7 @@ class DistillConfig:
     """Compute each layer again in the backward pass instead of keeping what it needs there: a third more work for the
     memory of one layer.
     """
-    parallelism: str = "ddp"
+    parallelism: str = choice("ddp", ("ddp", "fsdp2"))
     """Between torchrun's processes: ddp, each holds the whole student; fsdp2, each a share of every layer. With one
     process they are the same.
     """
@@ -136,7 +129,7 @@ class DistillConfig:
     """Largest norm of the gradient of all trained parameters."""
     ema_decay: float = 0.999
     """Of the average of the trained parameters; 0 keeps none."""
-    export: str = "ema"
+    export: str = choice("ema", ("ema", "last", "best"))
     """Which weights become the student: ema or last, which are both validated and reported by name, or best: of the
     average (of the last ones without an ema_decay) as it stood when validation was best.
     """
@@ -153,7 +146,7 @@ class DistillConfig:
     """Rollouts made at once, by the student as it stands; new ones when they are used up."""
     rollout_new_tokens: int = 96
     """Longest rollout, tokens."""
-    rollout_engine: str = "local"
+    rollout_engine: str = choice("local", ("local", "vllm"))
     """local: the student's own forward; vllm: a vLLM on the same GPU, for a student that does not round activations."""
     rollout_slots: int = 0
     """Rollouts under way at once in an engine; a finished one's place is taken by the next. 0: all of rollout_batch."""
@@ -176,7 +169,7 @@ class DistillConfig:
     """Memory that this process may take, GiB; 0 takes what the machine has free. A run that needs more is refused."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        check_choices(self)
         _check_ranges(self)
         _check_quantiser(self)
         _check_export(self)
@@ -204,16 +197,6 @@ class DistillConfig:
         return self.on_policy_fraction > 0 and any(term.name == name for term in self.rollout_terms)
 
 
-CHOICES = {
-    "activation": ACTIVATIONS,
-    "compute_dtype": COMPUTE_DTYPES,
-    "export": EXPORTS,
-    "parallelism": PARALLELISM,
-    "off_distribution": OFF_DISTRIBUTION,
-    "rollout_engine": ROLLOUT_ENGINES,
-}
-"""Field -> what it may be."""
-
 RANGES: dict[str, Callable[[float], bool]] = {
     "must be positive": lambda value: value > 0,
     "must not be negative": lambda value: value >= 0,
@@ -237,12 +220,6 @@ RANGE_OF = {
     "must be in [0, 1)": ("ema_decay", "skew"),
 }  # fmt: skip
 """Range -> the fields that are held to it; NaN is in none."""
-
-
-def _check_choices(config: DistillConfig) -> None:
-    for name, allowed in CHOICES.items():
-        if (value := getattr(config, name)) not in allowed:
-            raise ValueError(f"distill.{name} {value!r}: allowed are {', '.join(allowed)}")
 
 
 def _check_ranges(config: DistillConfig) -> None:
