@@ -1,6 +1,6 @@
 """Builds the images: `make images`, `make image-cpu`.
 
-    python images/build.py [cpu] [gpu] [serve]      all without a name
+    python images/build.py [cpu] [gpu] [serve] [mlflow]      all without a name
 
 Settings are environment variables, so that the same call works by hand, in make and in CI:
 
@@ -31,7 +31,7 @@ from pathlib import Path
 
 IMAGES = Path(__file__).resolve().parent
 ROOT = IMAGES.parent
-NAMES = ("cpu", "gpu", "serve")
+NAMES = ("cpu", "gpu", "serve", "mlflow")
 BUILDERS = ("docker", "podman", "buildah")
 ARGUMENTS = ("BASE_IMAGE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT")
 SOURCES = ("components", "kernels", "pipelines", "images", "pyproject.toml", "setup.py")

@@ -1,6 +1,6 @@
 """Writes the locks of the images: every package with its version and the sha256 of the one file that is installed.
 
-    python images/lock.py [cpu] [gpu] [serve]      all without a name; rewrites images/NAME/requirements.txt
+    python images/lock.py [cpu] [gpu] [serve] [mlflow]      all without a name; rewrites images/NAME/requirements.txt
 
 pip resolves and its report is written down, so a lock can be made again with nothing but pip, and a diff shows what
 moved. Versions are those of requirements/constraints.txt, with which the tests run; only the server's image has others.
@@ -38,6 +38,7 @@ IMAGE = {
     "gpu": Wanted(requirements=(".[stages,gpu]",), constraints=TESTED, environment=PYPI_ALONE),
     # vLLM asks for one version of torch, which is not the one that reflux is tested with
     "serve": Wanted(requirements=(".", "vllm==0.33.0"), constraints="", environment=PYPI_ALONE),
+    "mlflow": Wanted(requirements=("mlflow", "psycopg2-binary", "boto3"), constraints=TESTED, environment=PYPI_ALONE),
 }
 
 

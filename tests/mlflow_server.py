@@ -1,4 +1,4 @@
-"""MLflow as a team runs it: a server with PostgreSQL behind it and its artifacts in S3."""
+"""MLflow as the manifests run it: a server with PostgreSQL behind it and its artifacts in S3."""
 
 from __future__ import annotations
 
@@ -13,35 +13,59 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from kustomized import containers, of_kind, overlay, pods
 
 from reflux.components.storage import S3Settings
 
 
 @contextmanager
 def running(settings: S3Settings, artifacts: str) -> Iterator[str]:
-    """Its URI. `artifacts` is the place in the store that the server writes to for its clients."""
+    """Its URI. `artifacts` is the place in the store that the server writes to for its clients.
+
+    Flags and variables are those of the local overlay's Deployment; where it listens, its addresses and its keys are
+    this machine's.
+    """
+    (container,) = containers(pods(overlay("local"))["Deployment/mlflow"])
+    given = of_kind(overlay("local"), "ConfigMap")["reflux-settings"]["data"]
     folder = Path(tempfile.mkdtemp(prefix="reflux-mlflow-"))
     try:
-        with _postgres(folder / "postgres") as database, _server(folder, database, settings, artifacts) as uri:
-            yield uri
+        with _postgres(folder / "postgres") as database:
+            here = {"AWS_ENDPOINT_URL_S3": str(settings.endpoint), "uri": database}
+            given = given | settings.env() | here | {"MLFLOW_ARTIFACTS_DESTINATION": artifacts}
+            environment = {each["name"]: each.get("value") or given[_key(each)] for each in container["env"]}
+            with _server(folder, [*container["command"], *container["args"]], environment) as uri:
+                yield uri
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _key(variable: dict[str, Any]) -> str:
+    (reference,) = variable["valueFrom"].values()
+    return str(reference["key"])
+
+
 @contextmanager
-def _server(folder: Path, database: str, settings: S3Settings, artifacts: str) -> Iterator[str]:
+def _server(folder: Path, command: list[str], environment: dict[str, str]) -> Iterator[str]:
     port = _free_port()
-    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
-    command += [f"--backend-store-uri={database}", f"--artifacts-destination={artifacts}"]
-    environment = {**os.environ, **settings.mlflow_env(), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    environment.pop("MLFLOW_TRACKING_URI", None)
+    here = {"--host": "127.0.0.1", "--port": str(port), "--workers": "1"}
+    program, *flags = command
+    kept = [flag for flag in flags if flag.partition("=")[0] not in here]
+    assert len(kept) == len(flags) - len(here), f"flags of the Deployment: {flags}"
+    command = [
+        str(Path(sys.executable).with_name(program)),
+        *kept,
+        *(f"{name}={value}" for name, value in here.items()),
+    ]
+    around = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MLFLOW_"))}
     uri = f"http://127.0.0.1:{port}"
 
     def healthy() -> bool:
         with urllib.request.urlopen(f"{uri}/health", timeout=2) as answer:
             return bool(answer.status == 200)
 
-    with _process(command, folder / "mlflow.log", healthy, environment=environment):
+    with _process(command, folder / "mlflow.log", healthy, environment={**around, **environment}):
         yield uri
 
 

@@ -14,6 +14,14 @@ REQUIRE_DIGESTS = click.option(
 )
 
 
+STORE = click.option(
+    "--store", metavar="s3://…", default="", help="What the form's field has in it; the default is nothing."
+)
+PIPELINE = click.option(
+    "--pipeline", metavar="NAME", default="", help="Under which it is registered; the default is reflux-RECIPE."
+)
+
+
 @click.command(name="compile")
 @RECIPE
 @click.option(
@@ -23,19 +31,32 @@ REQUIRE_DIGESTS = click.option(
     help="File to write; the default is the terminal.",
 )
 @IMAGE
-@click.option("--store", metavar="s3://…", default="", help="What the form's field has in it; the default is nothing.")
+@STORE
 @REQUIRE_DIGESTS
+@click.option(
+    "--as", "form", type=click.Choice(["specification", "objects"]), default="specification", show_default=True,
+    help="Objects are KFP's Pipeline and PipelineVersion, for `kubectl apply`.",
+)  # fmt: skip
+@PIPELINE
+@click.option("--namespace", metavar="NAME", default="", help="Of the objects; the default is kubectl's.")
 @SETTINGS
 @CONFIG
 def compile_(
-    recipe: str, output: Path | None, image: str | None, store: str, require_digests: bool, settings: tuple[str, ...],
-    config: Path | None,
+    recipe: str, output: Path | None, image: str | None, store: str, require_digests: bool, form: str, pipeline: str,
+    namespace: str, settings: tuple[str, ...], config: Path | None,
 ) -> None:  # fmt: skip
     """The KFP specification of a recipe, for `kfp` or the Pipelines UI. What no cluster can run is refused."""
-    from reflux.pipelines.compile import compile_recipe
-
     full = configured(recipe, config, {}, settings)
-    text = compile_recipe(recipe, full, image=image or "", store=store, require_digests=require_digests)
+    if form == "specification" and (pipeline or namespace):
+        raise ValueError("--pipeline and --namespace name objects: they need --as objects")
+
+    from reflux.pipelines import native_objects, package, registration
+
+    compiled = package.of_recipe(recipe, full, image=image or "", store=store, require_digests=require_digests)
+    text = compiled.text
+    if form == "objects":
+        name = registration.pipeline_name(recipe, pipeline)
+        text = native_objects.to_yaml(compiled, pipeline=name, namespace=namespace)
     if output is None:
         click.echo(text, nl=False)
         return

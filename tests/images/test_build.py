@@ -51,7 +51,7 @@ def test_the_builder_is_told_everything(tmp_path: Path, builder: str) -> None:
 def test_an_unknown_image_is_refused(program: str) -> None:
     done = call(program, "tpu")
     assert done.returncode == 1
-    assert "image: tpu is none of cpu, gpu, serve" in done.stderr
+    assert "image: tpu is none of cpu, gpu, serve, mlflow" in done.stderr
 
 
 def test_an_unknown_builder_is_refused() -> None:

@@ -40,7 +40,7 @@ def test_a_lock_satisfies_pyproject(name: str, extras: list[str]) -> None:
             assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)])
 
 
-@pytest.mark.parametrize("file", ["build.txt", "cpu/requirements.txt", "gpu/requirements.txt"])
+@pytest.mark.parametrize("file", ["build.txt", *(f"{name}/requirements.txt" for name in ("cpu", "gpu", "mlflow"))])
 def test_the_versions_are_those_of_the_tests(file: str) -> None:
     versions = {name: version.removesuffix("+cpu") for name, version in locked(file).items()}
     ours = {name: version for name, version in versions.items() if name in constraints()}
@@ -59,3 +59,7 @@ def test_only_the_cpu_image_has_a_cpu_build() -> None:
 
 def test_the_server_is_pinned() -> None:
     assert "vllm" in locked("serve/requirements.txt")
+
+
+def test_mlflows_server_reaches_its_database_and_its_bucket() -> None:
+    assert {"mlflow", "psycopg2-binary", "boto3"} <= locked("mlflow/requirements.txt").keys()
