@@ -181,6 +181,7 @@ def container_component(
     html: Mapping[str, str] | None = None,
     image: str | None = None,
     ends_run: bool = False,
+    registers: str = "",
     distributed: bool = False,
 ) -> Component:
     """Declare stage `name`: its parameters are the config's fields and those of the platform, its artifact a manifest.
@@ -188,7 +189,9 @@ def container_component(
     `name` is the stage's folder under reflux.components, or the dotted package of a stage that lives elsewhere. `html`
     are pages that KFP shows beside `metrics` and `summary`, which every stage has: name -> shard of the stage's
     artifact. `ends_run`: the stage is the last, its digest is the root of the run and its metric verdict.pass the
-    verdict. `distributed`: torchrun may start it in several processes. ValueError for names that clash and for field types that KFP cannot carry.
+    verdict. `registers`: the input that becomes a version of the model which the config's field registered_model
+    names, if the verdict is a pass. `distributed`: torchrun may start it in several processes. ValueError for names
+    that clash and for field types that KFP cannot carry.
     """
     html = dict(html or {})
     if len(outputs) != 1:
@@ -209,6 +212,7 @@ def container_component(
         html=html,
         image=image,
         ends_run=ends_run,
+        registers=registers,
         distributed=distributed,
     )
 
@@ -225,6 +229,7 @@ class Component:
     """Page -> the shard that it is."""
     image: str | None
     ends_run: bool
+    registers: str
     distributed: bool
 
     def __call__(self, config: Any = None, *, image: str = "", **arguments: Any) -> Any:

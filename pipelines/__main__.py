@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from reflux.pipelines.cli import kubeflow, results, run, schedule, store, submit
+from reflux.pipelines.cli import kubeflow, promote, register, replay, results, run, schedule, store, submit
 
 
 class WrongInput(click.ClickException):
@@ -48,11 +48,14 @@ COMMANDS = (
     results.label_tasks,
     kubeflow.compile_,
     kubeflow.lint,
+    register.register,
     submit.submit,
     submit.watch,
     schedule.schedule,
     results.lineage,
+    promote.promote,
     run.doctor,
+    replay.replay,
     store.store,
 )
 for command in COMMANDS:

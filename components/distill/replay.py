@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from reflux.components import declare, environment, policy_table, processes
 from reflux.components.artifacts import Writer
+from reflux.components.provenance import public_uri
 
 from . import parallel
 from .config import DistillConfig
@@ -28,6 +29,7 @@ from .stored import SampledTeacher, SparseTeacher
 from .trainer import Trainer
 
 FORMAT = "reflux-replay/1"
+SOURCES = ("teacher", "student_uri")
 TEACHERS = {kind.__name__: kind for kind in (SparseTeacher, SampledTeacher)}
 
 
@@ -39,6 +41,8 @@ class Replay:
     message: str
     config: DistillConfig
     compute_dtype: str
+    sources: dict[str, str]
+    """Field of the configuration -> digest of the model behind it."""
     sequences: list[Sequence]
     weights: dict[str, torch.Tensor]
     policy: Any
@@ -48,28 +52,28 @@ def keep(student: Writer, trainer: Trainer, sequences: Several[Sequence], messag
     """Put the step into the store; where it lies there. Every process has to call it."""
     tensors: dict[str, torch.Tensor] = {}
     described = [_described(sequence, str(number), tensors) for number, sequence in enumerate(sequences)]
+    record = {
+        "format": FORMAT,
+        "step": trainer.step + 1,
+        "message": message,
+        "config": {name: _public(value) for name, value in asdict(trainer.config).items()},
+        "sources": {name: student.source_digest(name) for name in SOURCES},
+        "compute_dtype": str(trainer.loss.compute_dtype).removeprefix("torch."),
+        "sequences": described,
+        "versions": environment.versions(),
+    }
+    names = ["sequences.safetensors", "weights.safetensors", "replay.json"]
     with parallel.whole(trainer.student):
-        named = dict(trainer.student.named_parameters())
-        weights = {name: named[name].detach().contiguous() for name in trainer.trained()}
-    files: dict[str, Path] = {}
-    if processes.is_first():
-        record = {
-            "format": FORMAT,
-            "step": trainer.step + 1,
-            "message": message,
-            "config": asdict(trainer.config),
-            "compute_dtype": str(trainer.loss.compute_dtype).removeprefix("torch."),
-            "sequences": described,
-            "versions": environment.versions(),
-        }
-        save_file(tensors, folder / "sequences.safetensors")
-        save_file(weights, folder / "weights.safetensors")
-        (folder / "replay.json").write_text(json.dumps(record))
-        names = ["sequences.safetensors", "weights.safetensors", "replay.json"]
-        if trainer.policy:
-            (folder / "policy_table.bin").write_bytes(policy_table.encode(trainer.student.policy))
-            names.append("policy_table.bin")
-        files = {name: folder / name for name in names}
+        if processes.is_first():
+            named = dict(trainer.student.named_parameters())
+            weights = {name: named[name].detach().contiguous() for name in trainer.trained()}
+            save_file(tensors, folder / "sequences.safetensors")
+            save_file(weights, folder / "weights.safetensors")
+            (folder / "replay.json").write_text(json.dumps(record))
+            if trainer.policy:
+                (folder / "policy_table.bin").write_bytes(policy_table.encode(trainer.student.policy))
+                names.append("policy_table.bin")
+    files = {name: folder / name for name in names} if processes.is_first() else {}
     return student.keep_failure(trainer.step + 1, files)
 
 
@@ -88,10 +92,15 @@ def read(folder: Path) -> Replay:
         message=record["message"],
         config=declare.from_mapping(DistillConfig, record["config"]),
         compute_dtype=record["compute_dtype"],
+        sources=record["sources"],
         sequences=[_sequence(each, str(number), tensors) for number, each in enumerate(record["sequences"])],
         weights=weights,
         policy=policy_table.decode(table.read_bytes()) if table.exists() else None,
     )
+
+
+def _public(value: Any) -> Any:
+    return public_uri(value) if isinstance(value, str) else value
 
 
 def _described(value: Any, prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import torch
 from safetensors.torch import save_file
 
 from reflux.components import models, policy_table, processes, progress, schemas
@@ -25,8 +24,8 @@ from .examples import Sequence, require_contract, require_usable, training_examp
 from .objective import DistillationLoss
 from .own_answers import answering
 from .student import make_student, scheme_of
-from .trainer import Trainer
-from .training import Watched, choose, train
+from .trainer import NotFiniteError, Trainer
+from .training import Watched, choose, kept, train
 from .validation import validation_loss
 
 LATENT = {"checkpoint": "latent"}
@@ -59,6 +58,9 @@ def run(
 
     with tempfile.TemporaryDirectory() as scratch:
         metrics = {"validation_loss_before_nats": validated()}
+        if not metrics["validation_loss_before_nats"] < float("inf"):
+            error = NotFiniteError("distill: before training the validation loss is not finite", [*validation.values()])
+            raise kept(error, trainer, student, Path(scratch))
         watched = train(trainer, validation, tokenizer, student, Path(scratch))
         metrics |= {"steps": float(trainer.step), "validation_loss_last_nats": validated()}
         with trainer.ema.exchanged(trainer.local()):
@@ -70,9 +72,8 @@ def run(
             }
         choose(trainer, config.export, Path(scratch))
         with parallel.whole(model):
-            weights = latent_weights(model)
-        if processes.is_first():
-            _write(student, trainer, weights, watched, Path(scratch))
+            if processes.is_first():
+                _write(student, trainer, watched, Path(scratch))
     progress.publish(trainer.history[watched.published :])
     return metrics | {name: value for name, value in trainer.history[-1].values.items() if not name.endswith("_lr")}
 
@@ -164,10 +165,11 @@ def make_trainer(
     return Trainer(config, phases, model, loss, examples, Deck(names, config.seed), rollouts)
 
 
-def _write(student: Writer, trainer: Trainer, weights: dict[str, torch.Tensor], watched: Watched, folder: Path) -> None:
+def _write(student: Writer, trainer: Trainer, watched: Watched, folder: Path) -> None:
     student.write_file("scheme.json", json.dumps(asdict(scheme_of(trainer.config)), sort_keys=True).encode())
     file = folder / "latent.safetensors"
-    save_file({name: value.contiguous() for name, value in weights.items()}, file, metadata=LATENT)
+    weights = {name: value.contiguous() for name, value in latent_weights(trainer.student).items()}
+    save_file(weights, file, metadata=LATENT)
     student.write_file("latent.safetensors", file)
     if trainer.policy:
         student.write_file("policy_table.bin", policy_table.encode(trainer.student.policy))

@@ -52,8 +52,7 @@ def train(
         try:
             trainer.advance()
         except NotFiniteError as error:
-            place = replay.keep(student, trainer, error.sequences, str(error), folder)
-            raise FloatingPointError(f"{error}. It is kept: reflux replay {place}") from error
+            raise kept(error, trainer, student, folder) from error
         _look(trainer, watched, validation, tokenizer, folder)
         if trainer.step % config.checkpoint_every == 0 and trainer.step < total:
             _save(trainer, watched, student, folder)
@@ -69,6 +68,12 @@ def train(
 def _report(done: int, total: int, note: str) -> None:
     if processes.is_first():
         progress.report(done, total, "steps", note)
+
+
+def kept(error: NotFiniteError, trainer: Trainer, student: Writer, folder: Path) -> FloatingPointError:
+    """Keep what was not finite; the error that says how to look at it."""
+    place = replay.keep(student, trainer, error.sequences, str(error), folder)
+    return FloatingPointError(f"{error}. It is kept: reflux replay {place}")
 
 
 def choose(trainer: Trainer, export: str, folder: Path) -> None:

@@ -1,0 +1,103 @@
+"""A step whose loss or gradient is not finite is kept, and made again with the place where that begins."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_chain
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from stage_writers import writer_for
+from tiny_chain import Chain
+
+from reflux.components.distill import stage
+from reflux.components.distill.replay import read
+from reflux.components.storage import Store
+from reflux.pipelines.__main__ import cli
+
+
+@pytest.fixture(scope="module")
+def chain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    return tiny_chain.make(tmp_path_factory.mktemp("chain"), tiny_model)
+
+
+def poisoned(model: Path, folder: Path, weight: str, value: float) -> Path:
+    """A copy of the model with one weight that a broken file could hold."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[weight][3, 5] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def failed(chain: Chain, student: Path, store: Path, **options: object) -> str:
+    """Where the step is kept that this student's training could not make."""
+    config = replace(chain.training(on_policy_fraction=0.0, **options), student_uri=str(student))
+    parents = {"traces": chain.traces, "profile": chain.profile, "labels": chain.labels}
+    writer = writer_for(store, "distill", config, **parents)
+    with pytest.raises(FloatingPointError, match="It is kept: reflux replay objects/distill/") as raised:
+        stage.run(config, **parents, student=writer)
+    return str(raised.value).rpartition(" ")[2]
+
+
+def test_a_student_with_an_infinite_weight(chain: Chain, tmp_path: Path) -> None:
+    student = poisoned(chain.model, tmp_path / "student", "model.layers.1.mlp.up_proj.weight", float("inf"))
+    place = failed(chain, student, tmp_path / "store", validation_traces=0)
+    shown = CliRunner().invoke(cli, ["replay", place, "--store", str(tmp_path / "store")])
+    assert shown.exit_code == 0, shown.output
+    lines = dict(line.split(": ", 1) for line in shown.output.splitlines())
+    assert lines["step 1"].startswith("distill: the loss of step 1 is nan nats a token")
+    assert lines["made again"] == "nan nats a token, 4 sequences"
+    assert lines["parameters that are not finite"] == "student: model.layers.1.mlp.up_proj.weight"
+    assert lines["first in the forward pass"].startswith("output of model.layers.1.mlp.up_proj, sequence 0, token 0 '")
+    assert lines["sequences with such a loss"].count("sequence") == 3
+    assert lines["sequences with such a loss"].endswith("and 1 more")
+
+    found = json.loads(CliRunner().invoke(cli, ["replay", place, "--store", str(tmp_path / "store"), "--json"]).output)
+    assert found["parameters"] == ["student: model.layers.1.mlp.up_proj.weight"]
+    assert len(found["losses"]) == 4
+
+
+def test_what_is_wrong_before_training_is_kept_as_well(chain: Chain, tmp_path: Path) -> None:
+    student = poisoned(chain.model, tmp_path / "student", "model.layers.0.self_attn.q_proj.weight", float("nan"))
+    failed(chain, student, tmp_path / "store")
+
+
+def test_a_copy_is_whole_and_holds_no_code(chain: Chain, tmp_path: Path) -> None:
+    student = poisoned(chain.model, tmp_path / "student", "model.layers.1.mlp.up_proj.weight", float("inf"))
+    place = failed(chain, student, tmp_path / "store", validation_traces=0)
+    store = Store.open(str(tmp_path / "store"))
+    names = {Path(key).name for key in store.list(place)}
+    assert names == {
+        "checkpoint.json",
+        "replay.json",
+        "sequences.safetensors",
+        "weights.safetensors",
+        "policy_table.bin",
+    }
+    copy = tmp_path / "copy"
+    for key in store.list(place):
+        store.download(key, copy / Path(key).name)
+    kept = read(copy)
+    assert kept.step == 1
+    assert [s.scored for s in kept.sequences] == [s.teacher.logprobs_TB.shape[0] for s in kept.sequences]
+    assert torch.isinf(kept.weights["model.layers.1.mlp.up_proj.weight"][3, 5])
+    shown = CliRunner().invoke(cli, ["replay", str(copy)])
+    assert "first in the forward pass: output of model.layers.1.mlp.up_proj" in shown.output
+
+    shutil.copy(chain.model / "model.safetensors", student / "model.safetensors")
+    changed = CliRunner().invoke(cli, ["replay", str(copy)])
+    assert changed.exit_code == 2
+    assert "the step was made with sha256:" in changed.output
+
+
+def test_nothing_is_kept_there(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    shown = CliRunner().invoke(cli, ["replay", "objects/distill/0/failures", "--store", str(tmp_path / "store")])
+    assert shown.exit_code == 2
+    assert "no step is kept there" in shown.output
