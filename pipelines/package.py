@@ -54,11 +54,14 @@ def parameters(spec: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def tasks(spec: Mapping[str, Any]) -> set[str]:
-    """The names of all tasks that people wrote, those inside loops and conditions included."""
+    """The names of all tasks that have a container: those inside loops too, and no loop, condition or other bracket."""
     return set(_tasks(spec["root"], spec.get("components", {})))
 
 
 def _tasks(component: Mapping[str, Any], components: Mapping[str, Any]) -> Iterator[str]:
     for name, task in component.get("dag", {}).get("tasks", {}).items():
-        yield name
-        yield from _tasks(components.get(task["componentRef"]["name"], {}), components)
+        inside = components[task["componentRef"]["name"]]
+        if "dag" in inside:
+            yield from _tasks(inside, components)
+        else:
+            yield name

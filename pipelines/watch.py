@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from reflux.pipelines import kfp_api, package, submit
+from reflux.pipelines import kfp_api, package
 from reflux.pipelines.kfp_api import Api, OutOfReachError, RefusedError
 
 ENDED = {"SUCCEEDED", "FAILED", "CANCELED", "SKIPPED"}
@@ -42,12 +42,6 @@ def follow(api: Api, run_id: str, *, poll_s: float) -> Any:
             return run
         time.sleep(poll_s)
         run = _patiently(api, poll_s, method, run_id=run_id)
-
-
-def mlflow_name(run: Any) -> str:
-    """The name under which the run's stages are tracked: its input `run`, and without one its id."""
-    given = (run.runtime_config.parameters or {}) if run.runtime_config else {}
-    return given.get(submit.RUN_INPUT) or run.run_id
 
 
 def inner(spec: Mapping[str, Any]) -> Mapping[str, Any]:

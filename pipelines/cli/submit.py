@@ -102,13 +102,13 @@ def _finish(api: Any, run_id: str, poll_s: float, *, again: str) -> None:
         sys.exit(UNKNOWN)
     if run.state != "SUCCEEDED":
         sys.exit(FAILED)
-    _tell_verdict(watch.mlflow_name(run))
+    _tell_verdict(run_id)
 
 
-def _tell_verdict(run: str) -> None:
+def _tell_verdict(run_id: str) -> None:
     from reflux.pipelines import verdict
 
-    said, why = verdict.of(run)
+    said, why = verdict.of(run_id)
     click.echo(f"verdict: {said or f'not known here: {why}'}")
     if said == "fail":
         sys.exit(GATE_FAILED)

@@ -20,7 +20,7 @@ from toy_stages.pipeline import tea_party
 from reflux.pipelines import kfp_api, submit, verdict, watch
 from reflux.pipelines.__main__ import cli
 from reflux.pipelines.compile import compile_to_text
-from reflux.pipelines.package import Package
+from reflux.pipelines.package import Package, tasks
 
 FAILS = [
     {"run": "RUNNING", "brew": "RUNNING"},
@@ -131,19 +131,18 @@ def test_ctrl_c_leaves_the_run_running_and_says_how_to_go_on(contract: Contract,
 
 @contextmanager
 def mlflow(runs: list[dict[str, str]], token: str = "") -> Iterator[str]:
-    """Two calls of MLflow's REST interface, answered with runs of these tags."""
+    """Two calls of MLflow's REST interface: experiments on two pages, the first empty, and runs by their tags."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            assert self.path == "/api/2.0/mlflow/experiments/get-by-name?experiment_name=reflux"
-            self.answer({"experiment": {"experiment_id": "7"}})
-
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            name = re.fullmatch(r"tags\.`reflux\.run` = '(.*)'", asked["filter"])
-            assert name is not None
-            assert asked["experiment_ids"] == ["7"]
-            found = [tags for tags in runs if tags["reflux.run"] == name[1]]
+            if self.path == "/api/2.0/mlflow/experiments/search":
+                second = {"experiments": [{"experiment_id": "7"}]}
+                self.answer(second if "page_token" in asked else {"next_page_token": "second"})
+                return
+            assert (self.path, asked["experiment_ids"]) == ("/api/2.0/mlflow/runs/search", ["7"])
+            wanted = dict(re.findall(r"tags\.`([\w.]+)` = '([^']*)'", asked["filter"]))
+            found = [tags for tags in runs if wanted.items() <= tags.items()]
             pairs = [[{"key": key, "value": value} for key, value in tags.items()] for tags in found]
             self.answer({"runs": [{"data": {"tags": tags}} for tags in pairs]})
 
@@ -170,8 +169,13 @@ def mlflow(runs: list[dict[str, str]], token: str = "") -> Iterator[str]:
 def test_the_gate_decides_the_exit_code_where_mlflow_tells_it(
     contract: Contract, run_id: str, monkeypatch: pytest.MonkeyPatch, said: str, code: int
 ) -> None:
-    runs = [{"reflux.run": "tea-1", "reflux.stage": "pour"}, {"reflux.run": "tea-1", "reflux.verdict": said}]
-    with mlflow([*runs, {"reflux.run": "tea-2", "reflux.verdict": "other"}]) as uri:
+    role = {"reflux.role": "pipeline"}
+    runs = [
+        {"kfp.pipeline_run_id": run_id, "reflux.stage": "pour"},
+        {"kfp.pipeline_run_id": "another", "reflux.verdict": "other", **role},
+        {"kfp.pipeline_run_id": run_id, "reflux.verdict": said, **role},
+    ]
+    with mlflow(runs) as uri:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         done = watched(contract, run_id)
     assert done.exit_code == code
@@ -182,9 +186,17 @@ def test_a_verdict_that_cannot_be_read_is_not_made_up(monkeypatch: pytest.Monkey
     for name in ("USERNAME", "PASSWORD", "TOKEN"):
         monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    assert verdict.of("tea-1")[0] == ""
+    assert verdict.of("1234")[0] == ""
     with mlflow([], token="Bearer t") as uri:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        assert "401 for" in verdict.of("tea-1")[1]
+        assert "401 for" in verdict.of("1234")[1]
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t")
-        assert verdict.of("tea-1") == ("", "MLflow has no run 'tea-1' with a verdict")
+        assert verdict.of("1234") == ("", "MLflow has no verdict on run 1234")
+
+
+def test_only_tasks_with_a_container_are_shown() -> None:
+    dag = {"dag": {"tasks": {"inside": {"componentRef": {"name": "stage"}}}}}
+    root = {
+        "dag": {"tasks": {"loop-1": {"componentRef": {"name": "loop"}}, "last": {"componentRef": {"name": "stage"}}}}
+    }
+    assert tasks({"root": root, "components": {"loop": dag, "stage": {"executorLabel": "exec"}}}) == {"inside", "last"}
