@@ -33,7 +33,7 @@ class Scorer:
     packing: bool = False
     """Whether sequences stand end to end in the rows of a forward."""
 
-    def hidden(self, sequences: list[Sequence]) -> Tensor:
+    def hidden(self, sequences: Several[Sequence]) -> Tensor:
         """[N, D] the hidden states from which the scored tokens are predicted."""
         token_ids = [s.token_ids for s in sequences]
         mask: Tensor | None = None
@@ -68,7 +68,7 @@ class Scorer:
 
     @torch.no_grad()
     def sequence_nats(
-        self, sequences: list[Sequence], *, at_once: int, temperatures: Several[float] = (1.0,), top_p: float = 1.0
+        self, sequences: Several[Sequence], *, at_once: int, temperatures: Several[float] = (1.0,), top_p: float = 1.0
     ) -> list[list[Tensor]]:
         """For each temperature the log-probabilities of each sequence's scored tokens, nats; `at_once` sequences a
         forward.
@@ -98,6 +98,6 @@ def scorer(model: Any, tokenizer: Any, compute_dtype: torch.dtype, *, packing: b
     )
 
 
-def scored_token_ids(sequences: list[Sequence]) -> Tensor:
+def scored_token_ids(sequences: Several[Sequence]) -> Tensor:
     """[N] the tokens that are predicted."""
     return torch.tensor([token for s in sequences for token in s.token_ids[s.first_scored :]], dtype=torch.int64)
