@@ -28,6 +28,7 @@ BUILTIN = Path(__file__).parent / "builtin"
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 # a mistyped path, not a model of the hub
 _DATA_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt", ".gguf", ".gz", ".zip"}
+_LONGEST_HEADER = 100_000_000  # bytes, of the format itself
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # never pickles
 
 
@@ -50,16 +51,19 @@ def resolve(field: str, uri: str, settings: S3Settings | None = None, cache: Pat
         raise ValueError(f"{field}: {error}") from error
 
 
-def fetch(uri: str, settings: S3Settings | None = None, cache: Path | None = None) -> Path:
+def fetch(uri: str, settings: S3Settings | None = None, cache: Path | None = None, *, weights: bool = True) -> Path:
     """The local file or folder behind a URI.
 
     A path or file://…; s3://… or minio://…, an object, or a prefix as a folder, downloaded once per version into
     `cache` (default: REFLUX_CACHE or ~/.cache/reflux); builtin:NAME, a file that ships with reflux; package:MODULE, the
     one GGUF file inside an installed package, which is not imported; ORG/NAME[@REVISION], a model of the hub.
+
+    Without `weights`, safetensors files stay in S3: in their place is their header in a file of the same length, which
+    says in seconds whether the model is whole, and can neither be loaded nor digested.
     """
     scheme, _, rest = uri.partition(":")
     if scheme in ("s3", "minio"):
-        return _fetch_s3(uri, settings or S3Settings.from_env(), cache or cache_folder() / "sources")
+        return _fetch_s3(uri, settings or S3Settings.from_env(), cache or cache_folder() / "sources", weights)
     if scheme == "builtin":
         return _fetch_builtin(rest)
     if scheme == "package":
@@ -130,12 +134,13 @@ def _listed(uri: str, settings: S3Settings) -> tuple[S3Store, str, dict[str, Ent
     return store, key, chosen
 
 
-def _fetch_s3(uri: str, settings: S3Settings, cache: Path) -> Path:
+def _fetch_s3(uri: str, settings: S3Settings, cache: Path, weights: bool) -> Path:
     store, key, chosen = _listed(uri, settings)
     bucket = store.bucket
     # the listing names the version, so that a changed object is fetched again and an unchanged one is not
     version = [[name, entry.version, entry.bytes] for name, entry in sorted(chosen.items())]
-    folder = cache / sha256_hex(canonical([settings.endpoint, bucket, version]))[:32]
+    kind = [] if weights else ["without weights"]
+    folder = cache / sha256_hex(canonical([settings.endpoint, bucket, version, *kind]))[:32]
     name = key.rpartition("/")[2] or bucket
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
@@ -143,11 +148,24 @@ def _fetch_s3(uri: str, settings: S3Settings, cache: Path) -> Path:
         try:
             for object_key in chosen:
                 relative = object_key.removeprefix(key).strip("/")
-                store.download(object_key, partial / name / relative if relative else partial / name)
+                path = partial / name / relative if relative else partial / name
+                if weights or path.suffix != ".safetensors":
+                    store.download(object_key, path)
+                else:
+                    _fetch_header(store, object_key, path)
             _move_unless_there(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return folder / name
+
+
+def _fetch_header(store: S3Store, key: str, path: Path) -> None:
+    """The header of a safetensors file: eight bytes that give its length, then JSON. Up to the file's end, nothing."""
+    size = store.size(key)
+    length = 8 + int.from_bytes(store.read_range(key, 0, min(8, size)), "little")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(store.read_range(key, 0, min(length, size, _LONGEST_HEADER)))
+    os.truncate(path, size)
 
 
 def _move_unless_there(partial: Path, folder: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 import seaweed
 
 from reflux.components import sources
-from reflux.components.sources import digest, fetch, resolve
+from reflux.components.model_files import require_model_files
+from reflux.components.sources import bytes_to_fetch, digest, fetch, resolve
 from reflux.components.storage import S3Settings, Store
 
 
@@ -72,6 +73,28 @@ def test_objects_of_s3_are_fetched_once_per_version(s3: S3Settings, tmp_path: Pa
     assert digest(changed) != digest(file)
     with pytest.raises(ValueError, match=f"prompts_uri: source {store.uri}/none: no object"):
         resolve("prompts_uri", f"{store.uri}/none", s3)
+
+
+def test_a_model_in_s3_is_looked_at_without_its_weights(s3: S3Settings, tmp_path: Path, tiny_model: Path) -> None:
+    store = Store.open(f"s3://{seaweed.BUCKET}/look", s3)
+    for file in tiny_model.iterdir():
+        store.write(f"model/{file.name}", file.read_bytes())
+    uri = f"{store.uri}/model"
+    looked = fetch(uri, s3, tmp_path / "cache", weights=False)
+    require_model_files(looked)
+    weights = looked / "model.safetensors"
+    assert weights.stat().st_size == (tiny_model / "model.safetensors").stat().st_size
+    assert weights.stat().st_blocks * 512 < weights.stat().st_size / 4, "only the header was fetched"
+    assert (looked / "config.json").read_bytes() == (tiny_model / "config.json").read_bytes()
+    assert digest(fetch(uri, s3, tmp_path / "cache")) == digest(tiny_model), "never taken for the model itself"
+    store.write("model/model.safetensors", (tiny_model / "model.safetensors").read_bytes()[:-1])
+    with pytest.raises(ValueError, match="is no whole safetensors file"):
+        require_model_files(fetch(uri, s3, tmp_path / "cache", weights=False))
+    store.write("model/model.safetensors", b"<html>")
+    with pytest.raises(ValueError, match="is no whole safetensors file"):
+        require_model_files(fetch(uri, s3, tmp_path / "cache", weights=False))
+    assert bytes_to_fetch(uri, s3) == sum(entry.bytes for entry in store.entries("model").values())
+    assert bytes_to_fetch(str(tiny_model), s3) == 0
 
 
 def test_what_ships_with_reflux_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
