@@ -105,14 +105,20 @@ def test_dry_run_shows_what_would_be_sent_and_sends_nothing(
     assert capsys.readouterr().out == f"would create run try: {json.dumps({'run': sent})}\n"
 
 
-def test_the_command_needs_only_kfp_and_prints_where_the_run_is(contract: Contract) -> None:
+def test_the_command_needs_only_kfp_and_waits(contract: Contract) -> None:
+    contract.state.script = [{"run": "RUNNING", "distill": "RUNNING"}, {"run": "SUCCEEDED", "distill": "SUCCEEDED"}]
     overrides = '{"distill": {"max_steps": 2}}'
     arguments = ["--arg", "store=s3://reflux/artifacts", "--arg", f"overrides={overrides}", "--name", "try"]
-    done = without(HEAVY[:-1], "submit", "--recipe", "demo", *arguments, "--host", contract.url)
+    arguments += ["--host", contract.url, "--wait", "--poll", "0.1"]
+    done = without(HEAVY[:-1], "submit", "--recipe", "demo", *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     ((run_id, run),) = contract.state.runs.items()
-    assert done.stdout.splitlines()[-2:] == [f"run: {run_id}", f"page: {contract.url}/#/runs/details/{run_id}"]
+    told = done.stdout.splitlines()
+    assert told[4:6] == [f"run: {run_id}", f"page: {contract.url}/#/runs/details/{run_id}"]
+    assert [" ".join(line.split()[1:]) for line in told[6:-1]] == [
+        "distill running", "run try running", "distill succeeded 90 s", "run try succeeded",
+    ]  # fmt: skip
     assert run["runtime_config"]["parameters"] == {
         "store": "s3://reflux/artifacts", "run": "try", "overrides": {"distill": {"max_steps": 2}},
     }  # fmt: skip

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+import urllib3
 from click.testing import CliRunner, Result
 from kfp_api_contract import Contract, serving
 from toy_stages.pipeline import tea_party
@@ -192,6 +196,30 @@ def test_a_verdict_that_cannot_be_read_is_not_made_up(monkeypatch: pytest.Monkey
         assert "401 for" in verdict.of("1234")[1]
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t")
         assert verdict.of("1234") == ("", "MLflow has no verdict on run 1234")
+
+
+@pytest.mark.slow
+def test_a_real_mlflow_server_is_asked_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        uri = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={uri.rpartition(':')[2]}"]
+    command += ["--workers=1", f"--backend-store-uri=sqlite:///{tmp_path / 'mlflow.db'}"]
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tmp_path)
+    try:
+        urllib3.request("GET", f"{uri}/health", retries=urllib3.Retry(20, backoff_factor=0.2, backoff_max=2))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        client, run_id = MlflowClient(tracking_uri=uri), "0f3c0f0e-1111-4222-8333-444455556666"
+        assert verdict.of(run_id) == ("", f"MLflow has no verdict on run {run_id}")
+        tags = {"kfp.pipeline_run_id": run_id, "reflux.role": "pipeline", "reflux.verdict": "fail"}
+        client.create_run(client.create_experiment("KFP-Default"), tags=tags)
+        assert verdict.of(run_id) == ("fail", "")
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
 
 
 def test_only_tasks_with_a_container_are_shown() -> None:
