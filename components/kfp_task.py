@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
+from reflux.components import cluster_environment
+
 REQUIRED = inspect.Parameter.empty
 
 
@@ -40,5 +42,5 @@ def started(kfp: Any, image: str, arguments: dict[str, Any]) -> Any:
     KFP's cache is off: it compares URI strings and would hide a file that changed behind the same URI. The store's own
     reuse compares content.
     """
-    task = kfp(**arguments).set_caching_options(enable_caching=False)
+    task = cluster_environment.given(kfp(**arguments).set_caching_options(enable_caching=False))
     return task.set_container_image(image) if image else task
