@@ -184,8 +184,13 @@ class _TokenFile(TokenCredentialsBase):
 
 
 def _check_files(connection: Connection) -> None:
-    if connection.token_file is not None and not connection.token_file.read_text(encoding="utf-8").strip():
-        raise ValueError(f"--token-file {connection.token_file}: is empty")
+    if connection.token_file is not None:
+        try:
+            token = connection.token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--token-file {connection.token_file}: cannot be read ({error})") from None
+        if not token:
+            raise ValueError(f"--token-file {connection.token_file}: is empty")
     if connection.ca_cert is not None:
         try:
             ssl.create_default_context(cafile=str(connection.ca_cert))

@@ -138,6 +138,8 @@ def _files(paths: Iterable[Path]) -> list[Path]:
 def _entries(path: Path) -> list[Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(content, dict) or set(content) != {"schedules"} or not isinstance(content["schedules"], list):

@@ -40,7 +40,7 @@ def parsed(arguments: list[str]) -> click.Context:
     return command.make_context(name, arguments)
 
 
-@pytest.mark.parametrize("arguments", commands(".venv/bin/reflux"), ids=" ".join)
+@pytest.mark.parametrize("arguments", [*commands(".venv/bin/reflux"), *commands("reflux")], ids=" ".join)
 def test_commands_are_understood(arguments: list[str]) -> None:
     given = parsed(arguments).params
     recipe = recipes.named(given["recipe"] or "demo") if "recipe" in given else recipes.demo()

@@ -14,7 +14,7 @@ POLL = click.option(
     help="Pause between two looks at the run.",
 )  # fmt: skip
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FILE = click.Path(dir_okay=False, path_type=Path)
 _OPTIONS = (
     click.option("--host", metavar="URL", default="", help="Of the API; the default is KF_PIPELINES_ENDPOINT."),
     click.option("--namespace", metavar="NAME", default="", help="Yours, where Kubeflow serves many users."),

@@ -68,7 +68,7 @@ def replace(**given: Any) -> None:
 
 
 @schedule.command()
-@click.argument("paths", metavar="FILE|FOLDER…", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.argument("paths", metavar="FILE|FOLDER…", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--prune", is_flag=True, help="Delete schedules that reflux made and that these files do not name.")
 @DRY_RUN
 @connected

@@ -58,3 +58,5 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path, text: str, message: str
 def test_an_empty_folder_is_no_declaration(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no file \*.yaml"):
         schedule_file.read([tmp_path])
+    with pytest.raises(ValueError, match=r"none.yaml: cannot be read"):
+        schedule_file.read([tmp_path / "none.yaml"])

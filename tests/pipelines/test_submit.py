@@ -183,6 +183,7 @@ def test_a_token_is_read_anew_for_every_request(contract: Contract, tmp_path: Pa
     submit.submit(api, asked(package))
     (tmp_path / "token").write_text("")
     assert "is empty" in refusal(Connection(host=contract.url, token_file=tmp_path / "token"))
+    assert "cannot be read" in refusal(Connection(host=contract.url, token_file=tmp_path / "tokens"))
 
 
 def test_many_users(package: Package) -> None:
