@@ -31,6 +31,17 @@ SUBMIT_ONLY = [
     "stage_output.py",
     "form.py",
     "ir_lint.py",
+    "package.py",
+    "arguments.py",
+    "kfp_api.py",
+    "registration.py",
+    "submit.py",
+    "watch.py",
+    "verdict.py",
+    "cron.py",
+    "schedule.py",
+    "schedule_file.py",
+    "schedule_list.py",
 ]
 # what such a person does have of the shared rooms
 LIGHT = {f"reflux.components.{name}" for name in ("close_run", "kfp_task", "overrides", "prerequisites", "progress")}
