@@ -131,6 +131,11 @@ def _inputs(task: Task) -> Iterator[Finding]:
                 if placeholder != _WORKSPACE:
                     yield Finding(task=task.path, place=f"input {name}", value=text, remedy=_of_an_input(placeholder))
 
+    items = task.spec.get("parameterIterator", {}).get("items", {}).get("raw", "")
+    for placeholder in _PLACEHOLDER.findall(items):
+        remedy = f"a cluster does not resolve {placeholder} in what a loop goes over; pass it beside the loop's item"
+        yield Finding(task=task.path, place="items of the loop", value=items, remedy=remedy)
+
 
 def _of_an_input(placeholder: str) -> str:
     if placeholder in _WHOLE:
@@ -232,7 +237,7 @@ def _oversized_input(task: Task, spec: dict[str, Any]) -> Iterator[Finding]:
     defaults = spec["root"].get("inputDefinitions", {}).get("parameters", {})
     values: dict[str, Any] = {}
     for name, given in task.spec.get("inputs", {}).get("parameters", {}).items():
-        above = defaults.get(given.get("componentInputParameter", ""), {})
+        above = defaults.get(given.get("componentInputParameter", "").removeprefix("pipelinechannel--"), {})
         values[name] = given.get("runtimeValue", {}).get("constant", above.get("defaultValue", ""))
     outputs = task.component.get("outputDefinitions", {})
     artifacts = len(definitions.get("artifacts", {})) + len(outputs.get("artifacts", {}))

@@ -103,6 +103,19 @@ def test_a_value_joined_with_another() -> None:
     assert "a value inside a longer one is substituted by chance" in joined
 
 
+def test_what_is_known_of_an_artifact_only_here() -> None:
+    @dsl.container_component
+    def read(source: dsl.Input[dsl.Dataset]) -> dsl.ContainerSpec:
+        return dsl.ContainerSpec(image=DIGEST, command=["python3"], args=[source.metadata["digest"]])
+
+    def body(word: str) -> list[Any]:
+        data = dsl.importer(artifact_uri="s3://bucket/data", artifact_class=dsl.Dataset)
+        return [data, read(source=data.output)]
+
+    (finding,) = found(compiled(body))
+    assert finding.startswith("read, args[0]: {{$.inputs.artifacts['source'].metadata['digest']}}; a cluster does not")
+
+
 def test_what_the_launcher_resolves_is_allowed() -> None:
     @dsl.container_component
     def copy(text: str, source: dsl.Input[dsl.Dataset], target: dsl.Output[dsl.Dataset], out: dsl.OutputPath(str)):  # type: ignore[valid-type,no-untyped-def]
@@ -153,6 +166,11 @@ def test_tasks_inside_loops_are_looked_at() -> None:
         with dsl.ParallelFor([1, 2]):
             return [say(text=f"x{dsl.PIPELINE_JOB_ID_PLACEHOLDER}")]
 
+    def items(word: str) -> list[Any]:
+        with dsl.ParallelFor([dsl.PIPELINE_JOB_ID_PLACEHOLDER, "b"]) as item:
+            return [say(text=item)]
+
+    assert "items of the loop: " in found(compiled(items))[0]
     (finding,) = found(compiled(loop))
     assert re.match(r"for-loop-\d+/say, input text: ", finding)
 
