@@ -9,10 +9,11 @@ vocabulary of the tokenizer (or K + 1 buckets), K kept tokens, U distinct drawn 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
+
+from .lean_divergence import mixture_divergence
 
 Objective = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 """(student log-probabilities [N, V], teacher's [N, V], its one parameter) -> [N] nats."""
@@ -20,12 +21,12 @@ Objective = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 def forward_kl(student_NV: torch.Tensor, teacher_NV: torch.Tensor, beta: float = 0.0) -> torch.Tensor:
     """KL(teacher ‖ student): cover everything the teacher may do."""
-    return _expected(teacher_NV, teacher_NV, student_NV)
+    return mixture_divergence(student_NV, teacher_NV, share=0.0, of_teacher=1.0, of_student=0.0)
 
 
 def reverse_kl(student_NV: torch.Tensor, teacher_NV: torch.Tensor, beta: float = 1.0) -> torch.Tensor:
     """KL(student ‖ teacher): do nothing that the teacher would not do."""
-    return _expected(student_NV, student_NV, teacher_NV)
+    return mixture_divergence(student_NV, teacher_NV, share=1.0, of_teacher=0.0, of_student=1.0)
 
 
 def beta_jsd(student_NV: torch.Tensor, teacher_NV: torch.Tensor, beta: float) -> torch.Tensor:
@@ -37,22 +38,19 @@ def beta_jsd(student_NV: torch.Tensor, teacher_NV: torch.Tensor, beta: float) ->
     """
     if beta in (0.0, 1.0):
         return forward_kl(student_NV, teacher_NV) if beta == 0.0 else reverse_kl(student_NV, teacher_NV)
-    mixture_NV = _mixture(student_NV, teacher_NV, beta)
-    return beta * _expected(teacher_NV, teacher_NV, mixture_NV) + (1 - beta) * _expected(
-        student_NV, student_NV, mixture_NV
-    )
+    return mixture_divergence(student_NV, teacher_NV, share=beta, of_teacher=beta, of_student=1 - beta)
 
 
 def skew_forward_kl(student_NV: torch.Tensor, teacher_NV: torch.Tensor, skew: float) -> torch.Tensor:
     """KL(T ‖ skew * T + (1 − skew) * S) of DistiLLM (arXiv 2402.03898, eq. 3): finite, and with a bounded gradient,
     where the student gives a token of the teacher no mass. At 0 the forward KL.
     """
-    return _expected(teacher_NV, teacher_NV, _mixture(student_NV, teacher_NV, skew) if skew else student_NV)
+    return mixture_divergence(student_NV, teacher_NV, share=skew, of_teacher=1.0, of_student=0.0)
 
 
 def skew_reverse_kl(student_NV: torch.Tensor, teacher_NV: torch.Tensor, skew: float) -> torch.Tensor:
     """KL(S ‖ skew * S + (1 − skew) * T), its mirror image (same paper, section 3.1). At 0 the reverse KL."""
-    return _expected(student_NV, student_NV, _mixture(student_NV, teacher_NV, 1 - skew) if skew else teacher_NV)
+    return mixture_divergence(student_NV, teacher_NV, share=1 - skew, of_teacher=0.0, of_student=1.0)
 
 
 def cross_entropy(student_NV: torch.Tensor, teacher_NV: torch.Tensor, _: float = 0.0) -> torch.Tensor:
@@ -102,12 +100,6 @@ def sampled_cross_entropy(
     """[N] estimate of the cross-entropy from the same draws, unbiased in value and gradient."""
     drawn_NU = student_NV.gather(-1, token_ids_NU).masked_fill(weights_NU == 0, 0.0)
     return -(weights_NU * drawn_NU).sum(-1)
-
-
-def _mixture(student_NV: torch.Tensor, teacher_NV: torch.Tensor, teacher_share: float) -> torch.Tensor:
-    """[N, V] log of teacher_share * T + (1 − teacher_share) * S, for a share in (0, 1)."""
-    possible_NV = teacher_NV.clamp(min=torch.finfo(teacher_NV.dtype).min)  # logaddexp(-inf, -inf) has a NaN gradient
-    return torch.logaddexp(possible_NV + math.log(teacher_share), student_NV + math.log1p(-teacher_share))
 
 
 def _expected(weights_NV: torch.Tensor, left_NV: torch.Tensor, right_NV: torch.Tensor) -> torch.Tensor:
