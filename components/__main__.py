@@ -107,10 +107,12 @@ def execute(package: str, component: Component, call: Call) -> None:
     """Make the stage's artifact, or find it made, and hand its manifest and pages over. Of several processes the first
     does this, and the others run the stage along with it.
     """
-    from reflux.components import artifacts, progress, shown, sources, tracking
+    from reflux.components import artifacts, progress, registry, shown, sources, tracking
 
     stage = component.name.rpartition(".")[2]
     store = Store.open(call.store)
+    model = call.config.registered_model if component.registers else ""
+    registry.require_possible(model, store)
     parents = {name: artifacts.Artifact.load(store, place.path.read_bytes()) for name, place in call.inputs.items()}
     given = {field: sources.resolve(field, uri) for field, uri in declare.source_fields(call.config).items()}
     writer = artifacts.Writer(
@@ -144,12 +146,17 @@ def execute(package: str, component: Component, call: Call) -> None:
         pages = {shard: artifact.file(shard) for shard in component.html.values()}
         if tracked:
             tracked.finish(artifact, reused=reused, pages=pages)
+    version = ""
     if tracked and component.ends_run:  # on a cluster nobody else would close the parent run
         verdict = {1.0: "pass", 0.0: "fail"}[artifact.metrics["verdict.pass"]]
+        if model and verdict == registry.PASS:
+            bundle = parents[component.registers]
+            version = registry.register(model, bundle=bundle, scores=artifact, run=call.run, tracked=tracked).name
         tracking.end_pipeline(call.run, status="FINISHED", job=call.job, verdict=verdict, root=artifact.digest)
     print(f"{stage}: {'reused' if reused else 'made'} {artifact.digest}", flush=True)
 
     mlflow_run = tracked.run_id if tracked else ""
+    links = {"mlflow_run_id": mlflow_run, "mlflow_run_url": tracked.url if tracked else "", "registered": version}
     contents = {
         **dict.fromkeys(component.outputs, artifact.bytes),
         **{name: pages[shard] for name, shard in component.html.items()},
@@ -157,8 +164,7 @@ def execute(package: str, component: Component, call: Call) -> None:
         "summary": shown.summary(artifact, reused=reused, mlflow_run=mlflow_run).encode(),
     }
     digests = {"digest": artifact.digest, "key": artifact.key, "stage": stage, "reused": "yes" if reused else "no"}
-    if mlflow_run:
-        digests["mlflow_run_id"] = mlflow_run
+    digests |= {name: value for name, value in links.items() if value}
     metadata: dict[str, Mapping[str, str | float]] = {
         **dict.fromkeys(component.outputs, digests),
         "metrics": shown.numbers(artifact),

@@ -58,7 +58,7 @@ def parent(client: Any, experiment: Any, store: Store, run: str, job: str) -> An
         place = experiment()
         known = _only(client, store, place, run, {"reflux.run": run, **ROLE}, tags)
     elif not tags.items() <= known.data.tags.items():  # KFP's, seen for the first time
-        _set_tags(client, known, {**tags, **OPENED_BY_KFP})
+        set_tags(client, known.info.run_id, {**tags, **OPENED_BY_KFP})
     return client.get_run(known.info.run_id)
 
 
@@ -68,11 +68,11 @@ def nested(client: Any, parent: Any, store: Store, *, stage: str, run: str, key:
     tags = {**own, **_kfp_tags(job)}
     given = _environments(client, job) or _drivers(client, parent, stage, own)
     if given is not None:
-        _set_tags(client, given, {**tags, **OPENED_BY_KFP})
+        set_tags(client, given.info.run_id, {**tags, **OPENED_BY_KFP})
         return client.get_run(given.info.run_id)
     below = {**tags, PARENT: parent.info.run_id}
     made = _only(client, store, parent.info.experiment_id, stage, own, below)
-    _set_tags(client, made, below)  # the parent can be another than at the first attempt, if people removed that one
+    set_tags(client, made.info.run_id, below)  # people may have removed the parent of the first attempt
     return client.get_run(made.info.run_id)
 
 
@@ -203,12 +203,11 @@ def _active(client: Any, run_id: str) -> Any:
     return run if run.info.lifecycle_stage == "active" else None
 
 
-def _set_tags(client: Any, run: Any, tags: Mapping[str, str]) -> None:
+def set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:
+    """Set tags in one batch: if two writers set a new tag at once, MLflow tries that again, but its set_tag fails."""
     from mlflow.entities import RunTag
 
-    new = [RunTag(name, value) for name, value in tags.items() if run.data.tags.get(name) != value]
-    if new:
-        client.log_batch(run.info.run_id, tags=new)
+    client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
 
 
 def _kfp_tags(job: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -24,21 +24,10 @@ _TRIES = 3
 
 
 def log_params(client: Any, run_id: str, params: Mapping[str, Any]) -> None:
-    """Log parameters. A setting that differs in a retry is kept beside them, as a tag.
-
-    Two attempts that log at once may both find a parameter missing; the one that is refused looks again.
-    """
-    from mlflow.exceptions import MlflowException
-
+    """Log parameters. A setting that differs in a retry is kept beside them, as a tag."""
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in params.items()}
     texts = {name: public_uri(text) for name, text in texts.items()}
-    for left in reversed(range(_TRIES)):
-        try:
-            _log_new_params(client, client.get_run(run_id), texts)
-            return
-        except MlflowException:
-            if not left:
-                raise
+    _again(lambda: _log_new_params(client, client.get_run(run_id), texts))
 
 
 def _log_new_params(client: Any, run: Any, texts: Mapping[str, str]) -> None:
@@ -74,7 +63,7 @@ def log_inputs(client: Any, run_id: str, parents: Mapping[str, Artifact], source
         for name, (digest, uri) in inputs.items()
     ]
     if datasets:
-        client.log_inputs(run_id, datasets=datasets)
+        _again(lambda: client.log_inputs(run_id, datasets=datasets))
 
 
 def log_points(client: Any, run_id: str, points: list[MetricPoint]) -> None:
@@ -100,3 +89,15 @@ def log_final_metrics(client: Any, run_id: str, artifact: Artifact, *, step: int
     time_ms = int(datetime.fromisoformat(finished).timestamp() * 1000) if finished else time.time_ns() // 1_000_000
     new = {name: value for name, value in artifact.metrics.items() if shown.get(name) != value}
     log_points(client, run_id, [MetricPoint(step=step, time_ms=time_ms, values=new)])
+
+
+def _again(write: Callable[[], None]) -> None:
+    """Of two attempts that write at once both may find something missing; the one that is refused looks again."""
+    from mlflow.exceptions import MlflowException
+
+    for left in reversed(range(_TRIES)):
+        try:
+            return write()
+        except MlflowException:
+            if not left:
+                raise

@@ -66,9 +66,8 @@ def end_pipeline(
         print(f"tracking: MLflow has no run {run}, so there is nothing to close", flush=True)
         return
     run_id = parent.info.run_id
-    for tag, value in {"reflux.verdict": verdict, "reflux.root": root}.items():
-        if value:
-            client.set_tag(run_id, tag, value)
+    said = {"reflux.verdict": verdict, "reflux.root": root}
+    run_tree.set_tags(client, run_id, {tag: value for tag, value in said.items() if value})
     if report is not None:
         client.log_artifact(run_id, str(report))
     if status != "FINISHED":  # a stage that was killed at once could not say so
@@ -120,7 +119,7 @@ def stage_run(
         opened_by_kfp=run_tree.opened_by_kfp(nested),
         finished_before=nested.info.status == "FINISHED",
     )
-    client.set_tag(run_id, _ATTEMPT, tracked.attempt)  # before the stage looks for a checkpoint: see `publish`
+    run_tree.set_tags(client, run_id, {_ATTEMPT: tracked.attempt})  # before it looks for a checkpoint: see `publish`
     client.update_run(run_id, status="RUNNING")
     if not tracked.opened_by_kfp:
         tracked_values.log_params(client, run_id, params)
@@ -170,8 +169,7 @@ class StageRun:
         tags = {"reflux.digest": artifact.digest, "reflux.artifact": artifact.uri}
         if reused and not self.finished_before:
             tags["reused_from"] = self._origin(artifact)
-        for tag, value in tags.items():
-            self.client.set_tag(self.run_id, tag, value)
+        run_tree.set_tags(self.client, self.run_id, tags)
         if not self.opened_by_kfp:
             tracked_values.log_final_metrics(self.client, self.run_id, artifact, step=self.last_step)
         with tempfile.TemporaryDirectory() as folder:

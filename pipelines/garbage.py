@@ -17,7 +17,7 @@ from reflux.components.storage import Entry
 Place = tuple[str, str]
 """stage and key"""
 MANIFEST = "manifest.json"
-_PROBE = re.compile(r"probe-[0-9a-f]{32}")  # what a killed check of the store left
+_LEFT = re.compile(r"probe-[0-9a-f]{32}|tracking/[^/]+/[0-9a-f]{64}")  # by a killed check of the store, by run_tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def plan(
         fates=tuple(fates),
         discarded=tuple(name for name, entry in inventory.unfinished.items() if entry.modified_s <= old),
         removed=tuple(
-            name for name, entry in inventory.others.items() if _PROBE.fullmatch(name) and entry.modified_s <= old
+            name for name, entry in inventory.others.items() if _LEFT.fullmatch(name) and entry.modified_s <= old
         ),
         remarks=tuple(dict.fromkeys(remarks)),
     )

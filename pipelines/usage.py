@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from reflux.components.storage import Store
-from reflux.pipelines import garbage, inventory, removal, stores
+from reflux.pipelines import garbage, inventory, registered_models, removal, stores
 from reflux.pipelines.garbage import Fate, Plan
 from reflux.pipelines.lineage import megabytes
 
@@ -58,6 +58,7 @@ def _plan(store: Store, kept: Kept) -> tuple[Plan, bool]:
     held = inventory.take(store)
     roots, unfinished = inventory.roots_of_runs(kept.data_dir, kept.last)
     roots |= inventory.roots_of_names(held, store, kept.names, kept.data_dir)
+    roots |= registered_models.kept(store, kept.data_dir)
     wanted = any(place in held.items for places in roots.values() for place in places)
     return garbage.plan(held, roots, unfinished, kept.grace_hours * 3600), wanted
 

@@ -5,5 +5,5 @@ from reflux.components.evaluate.config import EvaluateConfig
 
 evaluate = container_component(
     "evaluate", EvaluateConfig, inputs=["bundle", "student", "profile", "traces"], outputs=["scores"],
-    html={"report": "report.html"}, ends_run=True,
+    html={"report": "report.html"}, ends_run=True, registers="bundle",
 )  # fmt: skip

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
-from reflux.components.declare import source
+from reflux.components.declare import setting, source
 
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,99}")  # what MLflow's registry and a store can both have as a name
 STAGE_VERSION = "2"
 
 
@@ -48,7 +50,16 @@ class EvaluateConfig:
     """Gate: policy match rate of the distilled student, up to 1; a 135M model has 0.78 at W4A4 before it is trained.
     0 switches the gate off."""
 
+    registered_model: str = setting("")
+    """Name in MLflow's registry under which a bundle that passes the gate becomes a version, and the candidate. "" is
+    none."""
+
     def __post_init__(self) -> None:
+        if self.registered_model and not _MODEL.fullmatch(self.registered_model):
+            raise ValueError(
+                f"evaluate.registered_model {self.registered_model!r}: letters, digits, ' ', '.', '_' and '-' are "
+                "allowed, at most 100"
+            )
         smallest = {
             "windows": 1,
             "window_tokens": 2,

@@ -46,7 +46,7 @@ def label_tasks(run: str, output: Path, limit: int | None, store: str, endpoint:
 
 
 @click.command()
-@click.argument("run_or_bundle", metavar="RUN_OR_BUNDLE|sha256:…")
+@click.argument("run_or_bundle", metavar="RUN_OR_BUNDLE|models:/NAME@ALIAS|sha256:…")
 @AS_JSON
 @click.option("--expect", metavar="sha256:…", help="The digest that the root must have.")
 @OTHER_STORE

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from reflux.components.declare import setting
+
 STAGE_VERSION = "1"
 
 
@@ -17,3 +19,5 @@ class PourConfig:
     """Size of each cup, litres."""
     sweet: bool = True
     """With sugar."""
+    registered_model: str = setting("")
+    """Of the registry; "" is none."""
