@@ -3,8 +3,7 @@
 The API cannot change a schedule, only make, switch and delete one, and deleting one can end the runs that it started,
 which Kubernetes counts as its parts. So a changed schedule is replaced in this order: the new one is made switched
 off, the old one is switched off, the new one on, and the old one is deleted once none of its runs is in flight, if need
-be by a later apply. A schedule that reflux made carries a mark in its description with the sha256 of what was asked
-for; no other is ever touched.
+be by a later apply. No schedule without reflux's mark is ever touched.
 
 A schedule names its pipeline and no version. KFP then looks up the newest version for each run; with a version it keeps
 the workflow as it was compiled on the day of the schedule, old images of KFP's own included, or, where the server has a
@@ -16,7 +15,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -33,15 +31,11 @@ from kfp_server_api import (
     V2beta1Trigger,
 )
 
-from reflux.pipelines import arguments, kfp_api, package, recipes, registration, watch
+from reflux.pipelines import arguments, kfp_api, package, recipes, registration, schedule_found, watch
 from reflux.pipelines.kfp_api import Api
 from reflux.pipelines.package import Package
 from reflux.pipelines.schedule_file import Schedule
-
-_MARK = "[reflux schedule of {kind} {source}, times in {zone}, sha256:{digest}]"
-_MARKED = re.compile(
-    r"\[reflux schedule of (?P<kind>\w+) (?P<source>\S+), times in (?P<zone>\S+), sha256:(?P<digest>[0-9a-f]{64})\]$"
-)
+from reflux.pipelines.schedule_found import Found, found, in_flight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +45,6 @@ class Wanted:
     schedule: Schedule
     package: Package | None
     values: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """A schedule on the server that reflux made. `body` is what the API says of it."""
-
-    id: str
-    name: str
-    enabled: bool
-    source: str
-    time_zone: str
-    digest: str
-    body: Any
 
 
 def wanted(api: Api, schedule: Schedule, texts: Iterable[str] = ()) -> Wanted:
@@ -155,37 +136,6 @@ def switch(api: Api, schedule: Found, *, on: bool) -> None:
     kfp_api.change(api, what, method, recurring_run_id=schedule.id)
 
 
-def found(api: Api, name: str = "") -> list[Found]:
-    """The schedules that reflux made, the newest first; with `name`, those of that name."""
-    filtered = {"filter": kfp_api.equals("display_name", name)} if name else {}
-    method = api.client.recurring_runs.recurring_run_service_list_recurring_runs
-    listed = kfp_api.every(
-        api, method, "recurring_runs", sort_by="created_at desc", **filtered, **kfp_api.in_namespace(api)
-    )
-    return [each for each in map(_found, listed) if each is not None]
-
-
-def named(api: Api, name: str) -> Found:
-    """The current schedule of that name. ValueError if reflux made none."""
-    there = found(api, name)
-    if not there:
-        known = ", ".join(sorted({each.name for each in found(api)})) or "none"
-        raise ValueError(f"schedule {name!r}: reflux has made none of that name here; there are: {known}")
-    return there[0]
-
-
-def in_flight(api: Api, schedule: Found) -> list[str]:
-    """The names of its runs that have not ended."""
-    runs = kfp_api.every(
-        api,
-        api.client.runs.run_service_list_runs,
-        "runs",
-        filter=kfp_api.equals("recurring_run_id", schedule.id),
-        **kfp_api.in_namespace(api),
-    )
-    return [run.display_name for run in runs if run.state not in watch.ENDED]
-
-
 def _body(api: Api, asked: Wanted) -> tuple[Any, str]:
     """What is sent to make it, and the sha256 over all of it but whether it is on: the identity of a schedule."""
     schedule = asked.schedule
@@ -210,8 +160,8 @@ def _body(api: Api, asked: Wanted) -> tuple[Any, str]:
     )
     identity = {"body": _plain(body), "description": schedule.description, "time_zone": schedule.time_zone}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    kind, source = ("recipe", schedule.recipe) if schedule.recipe else ("pipeline", schedule.pipeline)
-    mark = _MARK.format(kind=kind, source=source, zone=schedule.time_zone, digest=digest)
+    source = f"recipe {schedule.recipe}" if schedule.recipe else f"pipeline {schedule.pipeline}"
+    mark = schedule_found.mark(source=source, time_zone=schedule.time_zone, digest=digest)
     body.description = f"{schedule.description}\n{mark}".strip()
     return body, digest
 
@@ -222,21 +172,6 @@ def _inputs(api: Api, pipeline: str) -> dict[str, dict[str, Any]]:
     if version is None:
         raise ValueError(f"pipeline {pipeline!r}: {'has no version' if pipeline_id else 'is not registered'} here")
     return package.parameters(watch.inner(version.pipeline_spec))
-
-
-def _found(body: Any) -> Found | None:
-    mark = _MARKED.search(body.description or "")
-    if mark is None:
-        return None
-    return Found(
-        id=body.recurring_run_id,
-        name=body.display_name,
-        enabled=body.status == "ENABLED",
-        source=f"{mark['kind']} {mark['source']}",
-        time_zone=mark["zone"],
-        digest=mark["digest"],
-        body=body,
-    )
 
 
 def _delete_when_idle(api: Api, old: Found) -> None:

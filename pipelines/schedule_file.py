@@ -35,6 +35,8 @@ import yaml
 from reflux.components import declare
 from reflux.pipelines import cron, registration
 
+_LONGEST_DESCRIPTION = 100  # older servers keep 255 characters, and the mark needs the rest
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -92,6 +94,8 @@ class Schedule:
             raise ValueError(f"{self.name}: give a recipe, or a pipeline that is registered already, and not both")
         if self.pipeline and (self.changes or self.image):
             raise ValueError(f"{self.name}: changes and image belong to recipe; a registered pipeline is what it is")
+        if len(self.description) > _LONGEST_DESCRIPTION or "\n" in self.description:
+            raise ValueError(f"{self.name}: description: must be one line of up to {_LONGEST_DESCRIPTION} characters")
         if not 1 <= self.max_concurrency <= 10:
             raise ValueError(f"{self.name}: max_concurrency {self.max_concurrency} must be from 1 to 10")
         try:

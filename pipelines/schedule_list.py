@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from reflux.pipelines import cron, schedule
+from reflux.pipelines import cron, schedule_found
 from reflux.pipelines.kfp_api import Api
 
 NEXT_TIMES = 3
@@ -17,7 +17,7 @@ NEXT_TIMES = 3
 
 def rows(api: Api) -> list[dict[str, Any]]:
     """One row for each schedule that reflux made, by name, the current one of a name first."""
-    found = sorted(schedule.found(api), key=lambda each: each.name)  # stable: newest first within a name
+    found = sorted(schedule_found.found(api), key=lambda each: each.name)  # stable: newest first within a name
     seen: set[str] = set()
     told = []
     for each in found:
@@ -37,7 +37,7 @@ def show(told: list[dict[str, Any]]) -> None:
     Console(soft_wrap=True).print(table if told else "no schedules of reflux here")
 
 
-def _row(found: schedule.Found, state: str) -> dict[str, Any]:
+def _row(found: schedule_found.Found, state: str) -> dict[str, Any]:
     text = found.body.trigger.cron_schedule.cron
     times = cron.parse(text)
     now = datetime.now(cron.zone(found.time_zone)).replace(tzinfo=None)
@@ -49,6 +49,6 @@ def _row(found: schedule.Found, state: str) -> dict[str, Any]:
         "time_zone": found.time_zone,
         "when": cron.in_words(times),
         "next": [f"{each:%Y-%m-%d %H:%M:%S}" for each in islice(cron.coming(times, now), NEXT_TIMES)] * (state == "on"),
-        "parameters": found.body.runtime_config.parameters or {},
+        "parameters": (found.body.runtime_config.parameters or {}) if found.body.runtime_config else {},
         "id": found.id,
     }

@@ -24,7 +24,7 @@ FILTERED = {
     "pipelines": {"display_name", "name", "id"},
     "pipeline_versions": {"display_name", "name", "pipeline_version_id"},
     "experiments": {"display_name", "name", "experiment_id"},
-    "runs": {"display_name", "run_id", "state", "recurring_run_id", "experiment_id"},
+    "runs": {"display_name", "run_id", "state"},  # not recurring_run_id: the database has no column of that name
     "recurringRuns": {"display_name", "recurring_run_id", "pipeline_id"},
 }
 SORTED = {"created_at", "display_name", "name", ""}
@@ -190,6 +190,8 @@ def _create_recurring(state: State, ids: Any, query: Any, body: Any) -> dict[str
     made = {**body, "recurring_run_id": str(uuid.uuid4()), "created_at": state._now()}
     made["status"] = "ENABLED" if body.get("mode") == "ENABLE" else "DISABLED"
     made["max_concurrency"] = str(body["max_concurrency"])
+    if not any(made.get("runtime_config", {}).values()):
+        made.pop("runtime_config", None)
     state.recurring[made["recurring_run_id"]] = made
     return made
 
@@ -221,9 +223,11 @@ def _listing(field_name: str, table: str) -> Callable[..., dict[str, Any]]:
         if key not in SORTED or order not in ("", "asc", "desc"):
             raise DeniedError(400, f"Invalid input error: Invalid sorting field: {query['sort_by']}")
         rows = [each for each in getattr(state, table).values() if _kept(each, field_name, query.get("filter", ""))]
+        if "experiment_id" in query:
+            rows = [each for each in rows if each["experiment_id"] == query["experiment_id"]]
         if "pipeline_id" in ids:
             rows = [each for each in rows if each["pipeline_id"] == ids["pipeline_id"]]
-        if state.multi_user and field_name != "pipeline_versions":
+        if state.multi_user and field_name != "pipeline_versions" and "experiment_id" not in query:
             namespace = state._namespace(query.get("namespace", ""))["namespace"]
             rows = [each for each in rows if each.get("namespace", namespace) == namespace]
         rows.sort(key=lambda each: str(each.get(key or "created_at")), reverse=order == "desc")

@@ -41,6 +41,7 @@ SUBMIT_ONLY = [
     "cron.py",
     "schedule.py",
     "schedule_file.py",
+    "schedule_found.py",
     "schedule_list.py",
 ]
 # what such a person does have of the shared rooms

@@ -120,11 +120,11 @@ def resume(name: str, dry_run: bool, **place: Any) -> None:
 @connected
 def delete(name: str, dry_run: bool, **place: Any) -> None:
     """Delete schedule NAME. While a run of it is in flight it is only switched off, and the exit code is 2."""
-    from reflux.pipelines import schedule
+    from reflux.pipelines import schedule, schedule_found
 
     api = connect(dry_run, **place)
-    schedule.named(api, name)
-    for each in schedule.found(api, name):
+    schedule_found.named(api, name)
+    for each in schedule_found.found(api, name):
         schedule.delete(api, each)
 
 
@@ -133,23 +133,23 @@ def _apply_one(given: dict[str, Any], *, there: bool) -> None:
     dry_run, texts, settings, paused = (given.pop(name) for name in ("dry_run", "texts", "settings", "paused"))
     given["image"] = given["image"] or ""
 
-    from reflux.pipelines import recipes, schedule, schedule_file
+    from reflux.pipelines import recipes, schedule, schedule_file, schedule_found
 
     declared = schedule_file.Schedule(changes=recipes.parse_settings(settings), enabled=not paused, **given)
     api = connect(dry_run, **place)
-    found = schedule.found(api, declared.name)
+    found = schedule_found.found(api, declared.name)
     if found and not there:
         raise ValueError(f"schedule {declared.name}: is there already; `reflux schedule replace` changes it")
     if there:
-        schedule.named(api, declared.name)
+        schedule_found.named(api, declared.name)
     schedule.apply(api, schedule.wanted(api, declared, texts))
 
 
 def _switch(name: str, dry_run: bool, place: dict[str, Any], *, on: bool) -> None:
-    from reflux.pipelines import schedule
+    from reflux.pipelines import schedule, schedule_found
 
     api = connect(dry_run, **place)
-    found = schedule.named(api, name)
+    found = schedule_found.named(api, name)
     if found.enabled == on:
         click.echo(f"schedule {name}: is {'on' if on else 'off'} already")
     else:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 from kfp_api_contract import Contract, serving
 from toy_stages.pipeline import tea_party
 
-from reflux.pipelines import kfp_api, registration, schedule
+from reflux.pipelines import kfp_api, registration, schedule, schedule_found
 from reflux.pipelines.__main__ import cli
 from reflux.pipelines.compile import compile_to_text
 from reflux.pipelines.kfp_api import Api
@@ -273,8 +274,33 @@ def test_create_replace_pause_resume_list_delete(contract: Contract) -> None:
     assert invoke(contract, "list").output == "no schedules of reflux here\n"
 
 
+def test_runs_of_others_and_runs_before_its_time_are_not_its_own(contract: Contract) -> None:
+    api = reach(contract)
+    schedule.apply(api, wanted(name="other"))
+    contract.state.start_scheduled(schedule_found.named(api, "other").id, "other-1")
+    schedule.apply(api, wanted())
+    for number in range(3):
+        contract.state.start_scheduled(schedule_found.named(api, "other").id, f"other-{number + 2}")
+    contract.state.start_scheduled(schedule_found.named(api, "weekly").id, "weekly-1")
+    assert schedule_found.in_flight(api, schedule_found.named(api, "weekly")) == ["weekly-1"]
+    assert len(schedule_found.in_flight(api, schedule_found.named(api, "other"))) == 4
+
+
+def test_a_schedule_without_parameters_is_listed(contract: Contract, package: Package) -> None:
+    optional = {"parameterType": "STRING", "isOptional": True}
+    package = Package(text=package.text)
+    package.spec["root"]["inputDefinitions"]["parameters"] = dict.fromkeys(("store", "leaves", "run"), optional)
+    package = Package(text=yaml.safe_dump(package.spec))
+    schedule.apply(reach(contract), schedule.Wanted(schedule=wanted(package).schedule, package=package, values={}))
+    assert json.loads(invoke(contract, "list", "--json").output)[0]["parameters"] == {}
+
+
 def test_many_users(package: Package) -> None:
     with serving(multi_user=True) as contract:
         api = kfp_api.connect(kfp_api.Connection(host=contract.url, namespace="team-a"))
         schedule.apply(api, wanted(package))
-        assert [each.name for each in schedule.found(api)] == ["weekly"]
+        assert [each.name for each in schedule_found.found(api)] == ["weekly"]
+        run = contract.state.start_scheduled(schedule_found.named(api, "weekly").id, "weekly-1")
+        assert schedule_found.in_flight(api, schedule_found.named(api, "weekly")) == ["weekly-1"]
+        contract.state.runs[run]["state"] = "SUCCEEDED"
+        assert schedule_found.in_flight(api, schedule_found.named(api, "weekly")) == []
