@@ -38,7 +38,7 @@ def references(found: tuple[dict[str, Any], ...]) -> Iterator[tuple[str, str, st
         for container in containers(pod):
             for variable in container.get("env", []):
                 for kind, reference in variable.get("valueFrom", {}).items():
-                    if not reference.get("optional"):
+                    if kind != "fieldRef" and not reference.get("optional"):
                         yield {"configMapKeyRef": "ConfigMap", "secretKeyRef": "Secret"}[kind], *_named(reference)
             for source in container.get("envFrom", []):
                 for kind, reference in source.items():
