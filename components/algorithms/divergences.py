@@ -15,17 +15,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .losses import log_probabilities
+
 FLOOR_NATS = -200.0
 """A log-probability down here is 0 in fp32; a finite floor keeps 0 * -inf out of the sums."""
 
 CHUNK = 64
 """Tokens whose logits exist at once: at 49,152 words the chunk still fits the caches of a CPU, 2.4 times faster than
 256 at once."""
-
-
-def log_probabilities(logits_NP: Tensor, vocab_size: int) -> Tensor:
-    """[N, V] log-probabilities in fp32, nats; the embedding's padded rows take no part."""
-    return logits_NP[:, :vocab_size].float().log_softmax(dim=-1)
 
 
 def jensen_shannon_bits(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:

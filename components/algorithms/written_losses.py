@@ -24,7 +24,9 @@ class Written:
     drawn_N: Tensor | None = None
     """log-probability that the token was drawn with, under the weights of that time."""
     later_N: Tensor | None = None
-    """Discounted sum of the advantages of the tokens after it; None is a discount of 0."""
+    """Discounted sum of the advantages of the tokens after it; None is a discount of 0. With a discount of 1 the
+    gradient is that of the reverse KL of whole sequences (MiniLLM, arXiv 2306.08543).
+    """
     weight_N: Tensor | None = None
     """Importance weight of the token's sequence, 1 on average."""
 

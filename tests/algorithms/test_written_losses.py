@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -125,6 +126,37 @@ def test_the_distribution_drawn_from_by_its_definition(temperature: float, top_p
         kept = np.zeros(V)
         kept[order[:size]] = probability[order[:size]]
         np.testing.assert_allclose(found, kept / kept.sum(), atol=1e-12)
+
+
+def test_without_discount_the_whole_sequence_is_what_is_brought_nearer() -> None:
+    """Over all sequences of three tokens, discount 1 has the gradient of the sequence-level reverse KL."""
+    words, length = 3, 3
+    sequences = torch.tensor(list(itertools.product(range(words), repeat=length)))
+    first = [sum(words**t for t in range(place)) for place in range(length)]
+    number_ST = torch.stack(
+        [(sequences[:, :t] * words ** torch.arange(t - 1, -1, -1)).sum(-1) for t in range(length)], -1
+    )
+    rows_ST = number_ST.long() + torch.tensor(first)
+    generator = torch.Generator().manual_seed(6)
+    logits_PV, teacher_PV = (torch.randn(13, words, dtype=torch.float64, generator=generator) for _ in range(2))
+    logits_PV.requires_grad_()
+
+    def nats(of_PV: torch.Tensor) -> torch.Tensor:
+        return of_PV.log_softmax(-1)[rows_ST, sequences]
+
+    student_ST, teacher_ST = nats(logits_PV), nats(teacher_PV)
+    probability_S = student_ST.sum(-1).exp()
+    exact = (probability_S * (student_ST - teacher_ST).sum(-1)).sum()
+    reward_N = (teacher_ST - student_ST).detach().flatten()
+    written = Written(
+        student_N=student_ST.flatten(),
+        teacher_N=teacher_ST.flatten(),
+        drawn_N=student_ST.detach().flatten(),
+        later_N=discounted_later(reward_N, [length] * len(sequences), 1.0),
+    )
+    mean = (probability_S.detach()[:, None] * sampled_reverse_kl(written).view(-1, length)).sum()
+    found, expected = (torch.autograd.grad(value, logits_PV, retain_graph=True)[0] for value in (mean, exact))
+    torch.testing.assert_close(found, expected)
 
 
 def test_greedy_answers_have_no_density() -> None:
