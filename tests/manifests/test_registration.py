@@ -77,6 +77,6 @@ def test_it_registers_what_compile_gives_once_and_within_its_rights(contract: Co
     before = len(contract.changes())
     register(contract.url, token)
     assert contract.changes()[before:] == []
-    # in multi-user mode each request is a question to Kubernetes, which the Role answers for pipelines and versions alone
+    # in multi-user mode each is a question to Kubernetes, which the Role answers for pipelines and versions alone
     paths = {path.partition("?")[0] for _, path, _ in contract.asked}
     assert all(re.fullmatch(r"/apis/v2beta1/(healthz|pipelines(/.*)?)", path) for path in paths), paths
