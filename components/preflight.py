@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reflux.components import declare, models, sources
+from reflux.components import declare, models, registry, sources
 from reflux.components.algorithms.key_tokens import check_strategies
 from reflux.components.algorithms.low_bit import FULL_PRECISION
 from reflux.components.collect_traces.answers import trace_id
@@ -30,14 +30,18 @@ from reflux.components.model_files import require_model_files
 from reflux.components.storage import S3Settings, Store
 
 
-def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None = None) -> list[str]:
+def check(
+    configs: Mapping[str, Any], store: Store, settings: S3Settings | None = None, *, weights: bool = True
+) -> list[str]:
     """Check stage configurations (by stage name) against the world. Returns remarks for the person who starts the run.
 
     ValueError, StoreError or ConnectionError names what is wrong: field, value, and what is allowed. Servers of
-    teachers are asked for their models and for two tokens.
+    teachers are asked for their models and for two tokens. `weights`: fetch those of models in S3 as well, for stages
+    that will find them on this machine.
     """
     store.check_writable()
-    paths = _fetched(configs, settings)
+    registry.require_possible(configs["evaluate"].registered_model, store)
+    paths = _fetched(configs, settings, weights)
     collect, distill, evaluate = (configs[stage] for stage in ("collect_traces", "distill", "evaluate"))
     teacher, student = paths[collect.teacher], paths[distill.student_uri]
     for name, path in {"teacher": teacher, "student": student}.items():
@@ -76,11 +80,11 @@ def check(configs: Mapping[str, Any], store: Store, settings: S3Settings | None 
         first = rejected[0]
         remarks.append(f"{len(rejected)} prompts are set aside; the first, row {first['row']}: {first['reason']}")
     if uri := configs["ingest_labels"].labels_uri:
-        remarks.append(_labels(paths[uri], prompts, collect, teacher))
+        remarks.append(_labels(paths[uri], prompts, collect, settings))
     return remarks
 
 
-def _fetched(configs: Mapping[str, Any], settings: S3Settings | None) -> dict[str, Path]:
+def _fetched(configs: Mapping[str, Any], settings: S3Settings | None, weights: bool) -> dict[str, Path]:
     """URI of every source -> local path, each fetched once."""
     paths: dict[str, Path] = {}
     for stage, config in configs.items():
@@ -88,7 +92,7 @@ def _fetched(configs: Mapping[str, Any], settings: S3Settings | None) -> dict[st
             if uri in paths:
                 continue
             try:
-                paths[uri] = sources.fetch(uri, settings)
+                paths[uri] = sources.fetch(uri, settings, weights=weights)
             except (ValueError, OSError) as error:
                 raise ValueError(f"{stage}.{name}: {error}") from error
     return paths
@@ -136,7 +140,7 @@ def _require_fitting_prompts(configs: Mapping[str, Any], prompts: list[Prompt], 
     require_room(evaluate, [max(lengths["heldout"])], student)
 
 
-def _labels(path: Path, prompts: list[Prompt], collect: CollectTracesConfig, teacher: Path) -> str:
+def _labels(path: Path, prompts: list[Prompt], collect: CollectTracesConfig, settings: S3Settings | None) -> str:
     """A remark on the labels, read as the stage will read them.
 
     Which traces there will be is known before the teacher answers; how many steps an answer has is not, but it has no
@@ -144,7 +148,8 @@ def _labels(path: Path, prompts: list[Prompt], collect: CollectTracesConfig, tea
     """
     records = load(path)
     if any(record.values.get("trace_id") for record in records):
-        digest = sources.digest(teacher)  # reads the whole model, so only where a label asks for it
+        # takes the whole model, so only where a label asks for it
+        digest = sources.digest(sources.fetch(collect.teacher, settings))
         asked = [(prompt, teacher_id) for teacher_id in teacher_ids(collect, digest) for prompt in prompts]
         ids = [(trace_id(prompt, collect, teacher_id), prompt) for prompt, teacher_id in asked]
     else:

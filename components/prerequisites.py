@@ -17,13 +17,13 @@ from reflux.components import declare, kfp_task, overrides
 from reflux.components.overrides import SOURCES
 
 NAME = "prerequisites"
+_FIELDS = {"objective": "distill", "registered_model": "evaluate"}  # of the form -> the stage that has them
 _PARAMETERS: dict[str, Any] = {
     **{name: dict if name == "overrides" else str for name in declare.PLATFORM_PARAMETERS},
     "recipe": str,
     "compiled_by": str,
     "configs": dict,
-    "objective": str,
-    **dict.fromkeys(SOURCES, str),
+    **dict.fromkeys((*SOURCES, *_FIELDS), str),
 }
 _QUICKLY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}  # its own are for minutes
 
@@ -63,8 +63,8 @@ def run(parameters: Mapping[str, Any]) -> None:
     settings = S3Settings.from_env()
     tracking.check()
     _require_room(configs, settings)
-    store = Store.open(given["store"], settings)
-    for remark in preflight.check(configs, store, settings):
+    store = Store.open(given["store"])
+    for remark in preflight.check(configs, store, settings, weights=False):
         print(remark, flush=True)
     # nobody else on a cluster says what the whole run was started with
     asked = {name: given[name] for name in ("recipe", "store", *SOURCES)}
@@ -78,8 +78,9 @@ def final_configs(given: Mapping[str, Any]) -> dict[str, Any]:
     }
     changes = dict(given["overrides"])
     overrides.require_no_sources(changes)
-    if isinstance(changes.setdefault("distill", {}), Mapping):
-        changes["distill"] = {"objective": given["objective"], **changes["distill"]}
+    for name, stage in _FIELDS.items():
+        if isinstance(changes.setdefault(stage, {}), Mapping):  # if it is none, `laid_over` says so
+            changes[stage] = {name: given[name], **changes[stage]}
     return overrides.laid_over(configs, {source: given[source] for source in SOURCES} | changes)
 
 

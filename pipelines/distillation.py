@@ -39,19 +39,23 @@ def distillation(config: "Recipe", image: str = "", *, name: str, attended: bool
         eval_text_uri: str = config.eval_text_uri,
         entity_model: str = config.entity_model,
         objective: str = config.distill.objective,
+        registered_model: str = config.evaluate.registered_model,
         overrides: dict = {},  # noqa: B006  KFP reads the default and keeps none of it
     ) -> None:
         job = dsl.PIPELINE_JOB_ID_PLACEHOLDER  # a cluster resolves it only where it is a whole value
         at = {"store": store, "run": run, "job": job, "overrides": overrides, "image": image}
+        form = {
+            "recipe": recipe, "teacher": teacher, "student": student, "prompts_uri": prompts_uri,
+            "labels_uri": labels_uri, "eval_text_uri": eval_text_uri, "entity_model": entity_model,
+            "objective": objective, "registered_model": registered_model,
+        }  # fmt: skip
         models = {"teacher": teacher, "student_uri": student}
         asked = {"prompts_uri": prompts_uri, "entity_model": entity_model}
 
         with nullcontext() if attended else dsl.ExitHandler(close_run(run=run, job=job, image=image), name="stages"):
             answers = collect_traces(config.collect_traces, teacher=teacher, **asked, **at)
             if not attended:
-                read = {"labels_uri": labels_uri, "eval_text_uri": eval_text_uri, **asked}
-                chosen = {"recipe": recipe, "teacher": teacher, "student": student, "objective": objective, **read}
-                answers.after(prerequisites(config.stages(), **chosen, **at))
+                answers.after(prerequisites(config.stages(), **form, **at))
             traces = answers.outputs["traces"]
             profile = profile_kv(config.profile_kv, traces=traces, student_uri=student, **at).outputs["profile"]
             labels = ingest_labels(config.ingest_labels, traces=traces, labels_uri=labels_uri, **at).outputs["labels"]
@@ -60,7 +64,8 @@ def distillation(config: "Recipe", image: str = "", *, name: str, attended: bool
             ).outputs["student"]
             seen = {"student": learned, "profile": profile, "traces": traces}
             bundle = calibrate(config.calibrate, student_uri=student, **seen, **at).outputs["bundle"]
-            evaluate(config.evaluate, bundle=bundle, eval_text_uri=eval_text_uri, **seen, **models, **at)
+            judged = {"bundle": bundle, "eval_text_uri": eval_text_uri, "registered_model": registered_model, **seen}
+            evaluate(config.evaluate, **judged, **models, **at)
 
     objectives = sorted({*OBJECTIVES, config.distill.objective})
     return with_choices(pipeline, {"recipe": [name], "objective": objectives})

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import seaweed
 import small_run
 
 from reflux.components import __main__ as entry
 from reflux.components import prerequisites
+from reflux.components.storage import S3Settings, Store
 from reflux.pipelines import recipes
 
 
@@ -29,6 +33,7 @@ def given(tmp_path: Path, tiny_model: Path) -> dict[str, Any]:
     recipe = recipes.overridden(recipes.demo(), small_run.SMALL)
     form = {
         "store": str(tmp_path / "store"), "run": "", "job": "8f14e45f", "recipe": "demo", "objective": "forward_kl",
+        "registered_model": "",
         "teacher": str(tiny_model), "student": str(tiny_model), "prompts_uri": str(tmp_path / "prompts.jsonl"),
         "labels_uri": str(tmp_path / "labels.csv"), "eval_text_uri": "", "entity_model": "",
         "compiled_by": importlib.metadata.version("reflux"), "overrides": {},
@@ -78,6 +83,46 @@ def test_what_is_wrong_is_one_line(
     assert call(given | changes, tmp_path) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"reflux prerequisites: {message}")
+
+
+def test_as_on_a_cluster_with_everything_in_s3(
+    given: dict[str, Any], s3: S3Settings, tiny_model: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    bucket = Store.open(f"s3://{seaweed.BUCKET}/prerequisites", s3)
+    for file in tiny_model.iterdir():
+        bucket.write(f"model/{file.name}", file.read_bytes())
+    for name, value in (s3.env() | {"REFLUX_CACHE": str(tmp_path / "cache" / "of pods")}).items():
+        monkeypatch.setenv(name, value)
+    model = f"{bucket.uri}/model"
+    given |= {"store": f"{bucket.uri}/store", "teacher": model, "student": model}
+    assert call(given, tmp_path) == 0, capsys.readouterr().err
+    (weights,) = (tmp_path / "cache").rglob("model.safetensors")
+    assert weights.stat().st_blocks * 512 < weights.stat().st_size / 4, "in seconds: the weights stayed where they are"
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2000))
+    assert call(given, tmp_path) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"reflux prerequisites: disk {tmp_path / 'cache' / 'of pods'}: 0.0 GB are free, ")
+    assert f"of which {model} " in said
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    assert call(given, tmp_path) in (2, 75)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "SignatureDoesNotMatch" in line or "secret key" in line
+
+
+def test_the_whole_runs_parameters_are_in_mlflow_and_the_task_is_no_run(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    assert call(given, tmp_path) == 0
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert (run.info.run_name, run.data.tags["reflux.run"]) == ("8f14e45f", "8f14e45f")
+    assert run.data.params["recipe"] == "demo"
+    assert run.data.params["teacher"] == given["teacher"]
 
 
 def test_mlflow_that_does_not_answer(

@@ -31,7 +31,7 @@ sys.stdout.write(compile_to_text(distillation(RECIPES["demo"](), name="demo")))
 """
 SOURCES = {"teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri", "entity_model"}
 FORM = {  # parameter -> its type; KFP's form shows name and type
-    **dict.fromkeys({"store", "run", "recipe", "objective"} | SOURCES, "STRING"),
+    **dict.fromkeys({"store", "run", "recipe", "objective", "registered_model"} | SOURCES, "STRING"),
     "overrides": "STRUCT",
 }
 REQUIRED = {"store"}
