@@ -2,7 +2,8 @@
 
 An op that disagrees with its reference is not timed: a fast wrong answer has no speed. Each op's bench.py says only
 what is run (inputs, shapes, providers, tolerance). Without a GPU the reference alone is timed, which says nothing about
-the kernel. The last line of output is one JSON object.
+the kernel; with TRITON_INTERPRET=1 the kernel runs on the CPU, not for its speed, but for the memory that its launches
+ask for, which is that of a GPU. The last line of output is one JSON object.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
+from .allocations import peak_bytes
+from .dispatch import INTERPRETED
+
 Tensors = tuple[torch.Tensor, ...]
 Provider = Callable[..., Tensors]
 """Runs the op forward and backward on a case's inputs; returns its values and gradients, in the reference's order."""
+Providers = dict[str, Provider | str]
+"""By name; a sentence instead of a provider says why it cannot run here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +65,25 @@ def bench(op: Any, device: torch.device, *, min_seconds: float) -> dict[str, Any
     """Agreement on all cases first, then times: one row a case and provider. `op` is a module like
     dual_scale_quant/bench.py.
     """
-    providers, cases = op.providers(device), op.cases(device)
+    named, cases = op.providers(device), op.cases(device)
+    providers = {name: provider for name, provider in named.items() if not isinstance(provider, str)}
     for case in cases:
         require_agreement(providers, case, rtol=op.RTOL, atol=op.ATOL)
     rows = [
-        {"case": case.name, "provider": name} | measure(provider, case, min_seconds=min_seconds)
+        {"case": case.name, "provider": name} | _measured(provider, case, device, min_seconds)
         for case in cases
         for name, provider in providers.items()
     ]
+    absent = {name: provider for name, provider in named.items() if isinstance(provider, str)}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads(), "rows": rows}
+    machine = {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    return machine | {"rows": rows, "absent": absent}
+
+
+def _measured(provider: Provider, case: Case, device: torch.device, min_seconds: float) -> dict[str, float]:
+    peak = peak_bytes(lambda: provider(*case.inputs, **case.arguments), case.inputs, device)
+    times = {} if INTERPRETED else measure(provider, case, min_seconds=min_seconds)
+    return {"peak_mb": peak / 1e6} | times
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -80,7 +95,10 @@ def main(argv: list[str] | None = None) -> None:
     op = importlib.import_module(f"reflux.kernels.{options.op}.bench")
     result = {"op": options.op} | bench(op, torch.device(options.device), min_seconds=options.min_seconds)
     for row in result["rows"]:
-        print(f"{row['case']:<28} {row['provider']:<10} {row['ms_p50']:9.3f} ms  {row['gb_per_s']:8.1f} GB/s")
+        speed = "" if INTERPRETED else f"{row['ms_p50']:9.3f} ms  {row['gb_per_s']:8.1f} GB/s"
+        print(f"{row['case']:<36} {row['provider']:<10} {row['peak_mb']:9.2f} MB {speed}")
+    for name, why in result["absent"].items():
+        print(f"{name}: not run, {why}")
     print(json.dumps(result))
 
 

@@ -1,47 +1,26 @@
-"""The Triton kernel against the reference: values equal, gradients close, on odd shapes and layouts.
-
-On a machine with a GPU the kernel runs there. Without one, Triton's interpreter runs it on the CPU; that must be asked
-for before Triton is imported, so the tests of this file then run in a process of their own.
-"""
+"""The Triton kernel against the reference: values equal, gradients close, on odd shapes and layouts."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import DEVICE, KERNELS_RUN, poison, run_interpreted, runs_the_kernel, starts_the_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-runs_the_kernel = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs in the interpreter's process")
-
-if DEVICE == "cuda" or INTERPRETED:
+if KERNELS_RUN:
     from reflux.kernels.dual_scale_quant import kernel
     from reflux.kernels.dual_scale_quant.reference import DualScale
 
 SHAPES = [(1, 1), (1, 576), (2, 3, 63), (3, 1536), (2, 4097)]
 
 
-@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the tests below run here")
+@starts_the_interpreter
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An element that the kernel forgets to write is NaN, not what happened to lie there."""
-    empty, empty_like = torch.empty, torch.empty_like
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: _poison(empty(*args, **kwargs)))
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: _poison(empty_like(*args, **kwargs)))
-
-
-def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+    poison(monkeypatch)
 
 
 def inputs(
