@@ -2,7 +2,7 @@
 
 Starting at the root (a run's is evaluate's artifact, a bundle's is calibrate's, or the one with a given digest) every
 parent's manifest is opened in the store, its digest compared with what the child recorded, and every object hashed
-again. The files that were written out of the store (RUN/bundle/, RUN/report.html) are compared with the manifests too.
+again. The files that were written out of the store (RUN/bundle/, RUN's pages) are compared with the manifests too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.tree import Tree
 from reflux.components.artifacts import Artifact, ArtifactError, verify_copy
 from reflux.components.artifacts import verify as verify_objects
 from reflux.components.storage import Store
-from reflux.pipelines import runs, stores, written_out
+from reflux.pipelines import registered_models, runs, stores, written_out
 
 WIDTH = 200  # a tree is cut at the console's width, and a file or a narrow terminal should still get all of it
 _SHA256 = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
@@ -73,7 +73,8 @@ class Chain:
 
 
 def verify(text: str, *, expect: str | None = None, store: str = "", endpoint: str = "", data_dir: Path) -> Chain:
-    """The chain of a run (its folder or name), of a bundle (its folder) or of the artifact with a digest in `store`.
+    """The chain of a run (its folder or name), of a bundle (its folder or models:/NAME@ALIAS) or of the artifact with a
+    digest in `store`.
 
     ValueError if it is none of them or unfinished. Whatever does not match is in `Chain.mismatches`. `store` replaces
     the recorded one.
@@ -87,6 +88,11 @@ def verify(text: str, *, expect: str | None = None, store: str = "", endpoint: s
             raise ValueError(f"{text}: a digest says what, not where; name its store with --store")
         with stores.opened(other) as (opened, _):
             chain = _verify_digest(_digest(text, "digest"), opened)
+    elif text.startswith("models:/"):
+        version = registered_models.version(text, data_dir)
+        with stores.opened(other or registered_models.store_of(version, data_dir)) as (opened, _):
+            chain = Chain(root=version.digest)
+            _visit(chain, opened, _Named(version.stage, version.key, version.digest), version.name)
     elif (bundle / "manifest.json").is_file():
         with stores.opened(other or stores.read_beside(bundle)) as (opened, _):
             chain = _verify_bundle(bundle, opened)
@@ -132,8 +138,9 @@ def _verify_run(folder: Path, record: runs.RunRecord, store: Store) -> Chain:
     chain.mismatches += written_out.compare_record(folder / runs.RECORD, record, found, store)
     if "calibrate" in found:  # else what is missing is named already
         chain.mismatches += written_out.compare_bundle(folder / "bundle", store, found["calibrate"].key)
-    if "evaluate" in found:
-        chain.mismatches += written_out.compare_report(folder / "report.html", found["evaluate"])
+    for stage, page in written_out.PAGES.items():
+        if stage in found:
+            chain.mismatches += written_out.compare_page(folder / page, found[stage])
     return chain
 
 

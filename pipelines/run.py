@@ -24,7 +24,7 @@ from reflux.components import tracking
 from reflux.components.artifacts import Artifact
 from reflux.components.provenance import public_uri
 from reflux.components.storage import S3Settings, Store
-from reflux.pipelines import recipes, report, runs, stores
+from reflux.pipelines import recipes, registered_models, report, runs, stores, written_out
 from reflux.pipelines.compile import compile_to_text
 from reflux.pipelines.distillation import distillation
 from reflux.pipelines.local_session import Runner, StageError, StageResult, run_pipeline
@@ -150,7 +150,7 @@ def _runner(
 def _set_defaults(data_dir: Path) -> None:
     """Where MLflow writes, unless the environment says so, and silence where libraries would draw their own bars."""
     defaults = {
-        "MLFLOW_TRACKING_URI": f"sqlite:///{(data_dir / 'mlflow.db').absolute()}",
+        "MLFLOW_TRACKING_URI": registered_models.database_uri(data_dir),
         "MLFLOW_LOGGING_LEVEL": "WARNING",  # else it tells every migration of its new database
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # of every stage; the run's end says it once
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -160,9 +160,9 @@ def _set_defaults(data_dir: Path) -> None:
 
 
 def write_out(folder: Path, store: Store, record: runs.RunRecord) -> None:
-    """RUN/report.html and RUN/bundle/, verified copies of what evaluate and calibrate committed."""
-    scores = Artifact.open(store, "evaluate", record.artifacts["evaluate"]["key"])
-    scores.download("report.html", folder / "report.html")
+    """RUN/bundle/ and the pages beside it, verified copies of what the stages committed."""
+    for stage, page in written_out.PAGES.items():
+        Artifact.open(store, stage, record.artifacts[stage]["key"]).download(page, folder / page)
     bundle = Artifact.open(store, "calibrate", record.artifacts["calibrate"]["key"])
     partial = folder / ".bundle.partial"
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What lies outside the store, compared with it: run.json, RUN/bundle/ and RUN/report.html are copies and may differ.
+"""What lies outside the store, compared with it: run.json, RUN/bundle/ and RUN's pages are copies and may differ.
 
 Every function returns the mismatches, one line each that names the file; none if it says what the manifests say.
 """
@@ -13,6 +13,9 @@ from typing import Any
 from reflux.components.artifacts import Artifact, ArtifactError, manifest_key, place, verify_copy
 from reflux.components.storage import Store
 from reflux.pipelines import report, runs
+
+PAGES = {"evaluate": "report.html", "profile_kv": "profile.html"}
+"""Stage -> its page, which `reflux run` copies into the folder of the run."""
 
 
 def compare_record(path: Path, record: runs.RunRecord, artifacts: Mapping[str, Artifact], store: Store) -> list[str]:
@@ -63,9 +66,12 @@ def compare_bundle(bundle: Path, store: Store, key: str) -> list[str]:
     return problems
 
 
-def compare_report(page: Path, scores: Artifact) -> list[str]:
-    """The page beside evaluate's."""
-    (shard,) = scores.shards("report.html")
+def compare_page(page: Path, artifact: Artifact) -> list[str]:
+    """The page beside the one of that name in the artifact."""
+    shards = artifact.shards(page.name)
+    if not shards:  # made by a version that had no such page
+        return []
+    (shard,) = shards
     if not page.is_file():
         return [f"{page}: missing"]
     if hashlib.sha256(page.read_bytes()).hexdigest() != shard.sha256:

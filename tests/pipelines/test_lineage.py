@@ -81,7 +81,7 @@ def test_every_changed_object_is_named(run: Path) -> None:
     """One byte at the start, the middle or the end of each object of the store, one at a time."""
     store = Path(runs.read(run).store.uri)
     objects = sorted(path for path in store.rglob("*") if path.is_file())
-    assert len(objects) == 6 * 3 + 1 + 3
+    assert len(objects) == 6 * 3 + 4 + 1
     for path in objects:
         size = path.stat().st_size
         for at in (0, size // 2, size - 1):
@@ -96,7 +96,7 @@ def test_every_changed_object_is_named(run: Path) -> None:
 def test_every_changed_file_outside_the_store_is_named(run: Path) -> None:
     files = sorted(path for path in (run / "bundle").rglob("*") if path.is_file() and path.name != "store.json")
     assert len(files) == 4
-    for path in [*files, run / "report.html"]:
+    for path in [*files, run / "report.html", run / "profile.html"]:
         change_a_byte(path, path.stat().st_size // 2)
         targets = [run, run / "bundle"] if path.parent != run else [run]
         for target in targets:
