@@ -109,7 +109,8 @@ def test_a_run_leaves_everything_where_it_says(project: Path, undisturbed: tuple
     record = runs.read(folder)
     assert (record.root, record.verdict, record.status) == (root, "pass", "finished")
     assert set(record.artifacts) == set(recipes.STAGES)
-    assert "<html" in (folder / "report.html").read_text()
+    assert 'href="profile.html"' in (folder / "report.html").read_text()
+    assert "<svg" in (folder / "profile.html").read_text()
     for target in (folder, folder / "bundle"):
         done = subprocess.run(
             [sys.executable, "-m", "reflux.pipelines", "lineage", str(target)], capture_output=True, text=True
