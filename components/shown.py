@@ -31,6 +31,8 @@ def summary(artifact: Artifact, *, reused: bool, mlflow_run: str = "") -> str:
     known_as = {"digest": artifact.digest, "in the store": artifact.uri}
     if mlflow_run:
         known_as["MLflow run"] = mlflow_run
+    if "verdict.pass" in artifact.metrics:
+        known_as["verdict"] = "pass" if artifact.metrics["verdict.pass"] else "fail"
     parents = [(name, parent.stage, parent.digest) for name, parent in record.parents.items()]
     sources = [(name, source.uri, source.digest) for name, source in record.sources.items()]
     parts = [

@@ -116,6 +116,7 @@ def test_what_kfps_ui_shows_of_a_stage(tmp_path: Path) -> None:
         f"| `tea` | `brew` | `{digest}` |",
         "| `report.html` | `1` |",
         "| `cups` | `2` |",
+        "| `verdict` | `pass` |",
     ):
         assert line in page
     entry.main(["toy_stages.pour", "--executor-input", text])

@@ -50,12 +50,13 @@ def spoken(*args: Any, image: str = DIGEST, **component: Any) -> str:
     return compiled(lambda word: [speak()])
 
 
-def test_our_own_pipeline_is_clean() -> None:
-    text = compile_to_text(distillation(recipes.demo(), name="demo"))
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_our_own_pipeline_is_clean(name: str) -> None:
+    text = compile_to_text(distillation(recipes.named(name), name=name))
     assert found(text) == []
     (first, *_) = found(text, require_digests=True)
     assert first.startswith("close-run, image: reflux-python-cpu:"), "its default image is a tag"
-    assert found(compile_to_text(distillation(recipes.demo(), DIGEST, name="demo")), require_digests=True) == []
+    assert found(compile_to_text(distillation(recipes.named(name), DIGEST, name=name)), require_digests=True) == []
 
 
 @pytest.mark.parametrize(
