@@ -11,10 +11,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reflux.components import declare
+from reflux.components import declare, overrides
+from reflux.pipelines import recipes
+from reflux.pipelines.recipes import Recipe
 
 Definitions = Mapping[str, Mapping[str, Any]]
 """Input -> what the specification says of it: parameterType, defaultValue, isOptional, literals."""
+
+OVERRIDES = "overrides"
+"""The pipeline's input that changes fields of stages: stage -> {field: value}."""
 
 _TYPES: dict[str, tuple[tuple[type[Any], ...], str]] = {
     "STRING": ((str,), "text"),
@@ -44,6 +49,16 @@ def check(definitions: Definitions, values: Mapping[str, Any]) -> dict[str, Any]
     if missing:
         raise ValueError(f"no value for {', '.join(missing)}, which this pipeline needs: --arg {missing[0]}=VALUE")
     return checked
+
+
+def check_overrides(recipe: Recipe, values: Mapping[str, Any]) -> None:
+    """What `overrides` changes of the recipe, checked as every stage will. ValueError names stage and field."""
+    changes = values.get(OVERRIDES, {})
+    try:
+        overrides.require_no_sources(changes)
+        recipes.overridden(recipe, changes)
+    except ValueError as error:
+        raise ValueError(f"argument {OVERRIDES}: {error}") from None
 
 
 def required(definitions: Definitions) -> list[str]:

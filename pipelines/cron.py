@@ -19,6 +19,8 @@ MONTHS = (
     "July", "August", "September", "October", "November", "December",
 )  # fmt: skip
 DAYS = ("Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday")
+DEFAULT_ZONE = "UTC"
+"""In which a cluster reads schedules unless its scheduler is set to another."""
 FIELDS = {
     "second": (0, 59, ()),
     "minute": (0, 59, ()),
@@ -69,7 +71,7 @@ def parse(text: str) -> Cron:
 def zone(name: str) -> tzinfo:
     """A time zone by its IANA name. ValueError if this machine does not know it."""
     try:
-        return UTC if name == "UTC" else ZoneInfo(name)  # small containers have no table of zones
+        return UTC if name == DEFAULT_ZONE else ZoneInfo(name)  # small containers have no table of zones
     except (ZoneInfoNotFoundError, ValueError):
         raise ValueError(f"time_zone {name!r}: no such zone; e.g. UTC, Europe/Berlin") from None
 

@@ -31,9 +31,10 @@ from kfp_server_api import (
     V2beta1Trigger,
 )
 
-from reflux.pipelines import arguments, kfp_api, package, recipes, registration, schedule_found, watch
+from reflux.pipelines import arguments, cron, kfp_api, package, recipes, registration, schedule_found, watch
 from reflux.pipelines.kfp_api import Api
 from reflux.pipelines.package import Package
+from reflux.pipelines.recipes import Recipe
 from reflux.pipelines.schedule_file import Schedule
 from reflux.pipelines.schedule_found import Found, found, in_flight
 
@@ -50,6 +51,7 @@ class Wanted:
 def wanted(api: Api, schedule: Schedule, texts: Iterable[str] = ()) -> Wanted:
     """Compile, or look the pipeline up, and check the parameters; `texts` are more of them, as NAME=VALUE."""
     made: Package | None = None
+    recipe: Recipe | None = None
     try:
         if schedule.recipe:
             recipe = recipes.overridden(recipes.named(schedule.recipe), schedule.changes)
@@ -58,6 +60,8 @@ def wanted(api: Api, schedule: Schedule, texts: Iterable[str] = ()) -> Wanted:
         else:
             inputs = _inputs(api, schedule.pipeline)
         values = arguments.check(inputs, {**schedule.parameters, **arguments.parse(inputs, texts)})
+        if recipe is not None:
+            arguments.check_overrides(recipe, values)
     except ValueError as error:
         raise ValueError(f"{schedule.name}: {error}") from error
     return Wanted(schedule=schedule, package=made, values=values)
@@ -80,6 +84,7 @@ def apply(api: Api, asked: Wanted) -> None:
         return
     if replaced:
         _show_difference(replaced[0], body)
+    click.echo(f"schedule {schedule.name}: {_when(schedule)}")
     body.mode = RecurringRunMode.ENABLE if schedule.enabled and not replaced else RecurringRunMode.DISABLE
     made = kfp_api.change(
         api,
@@ -164,6 +169,14 @@ def _body(api: Api, asked: Wanted) -> tuple[Any, str]:
     mark = schedule_found.mark(source=source, time_zone=schedule.time_zone, digest=digest)
     body.description = f"{schedule.description}\n{mark}".strip()
     return body, digest
+
+
+def _when(schedule: Schedule) -> str:
+    """The time in words, and what of it only the cluster's own settings can make true."""
+    words = f"{cron.in_words(cron.parse(schedule.cron))}, {schedule.time_zone}"
+    if schedule.time_zone == cron.DEFAULT_ZONE:
+        return words
+    return f"{words}, if CRON_SCHEDULE_TIMEZONE of the cluster's scheduler is that; its default is {cron.DEFAULT_ZONE}"
 
 
 def _inputs(api: Api, pipeline: str) -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ from reflux.pipelines import cron, schedule_found
 from reflux.pipelines.kfp_api import Api
 
 NEXT_TIMES = 3
+_WIDTH = 240  # a terminal folds what is too long for it; cut off it would be of no use, and a pipe has no width
 
 
 def rows(api: Api) -> list[dict[str, Any]]:
@@ -31,10 +32,10 @@ def show(told: list[dict[str, Any]]) -> None:
     """Print them for people."""
     table = Table(box=None, pad_edge=False)
     for title in ("schedule", "state", "runs", "when", "next"):
-        table.add_column(title, overflow="fold")
+        table.add_column(title, no_wrap=True)
     for row in told:
         table.add_row(row["name"], row["state"], row["runs"], f"{row['when']} {row['time_zone']}", *row["next"][:1])
-    Console(soft_wrap=True).print(table if told else "no schedules of reflux here")
+    Console(width=_WIDTH).print(table if told else "no schedules of reflux here")
 
 
 def _row(found: schedule_found.Found, state: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kfp_server_api import V2beta1PipelineVersionReference, V2beta1Run, V2beta1R
 from reflux.pipelines import arguments, kfp_api, registration
 from reflux.pipelines.kfp_api import Api
 from reflux.pipelines.package import Package
+from reflux.pipelines.recipes import Recipe
 
 UI_VARIABLE = "KF_PIPELINES_UI_ENDPOINT"
 """kfp's own name for the address that people open, where it is not that of the API."""
@@ -40,19 +41,25 @@ class Asked:
 
 
 def asked(
-    package: Package, *, recipe: str, name: str, pipeline: str, experiment: str, texts: Iterable[str],
-    pipeline_root: str, service_account: str,
+    package: Package, *, recipe: str, config: Recipe | None, name: str, pipeline: str, experiment: str,
+    texts: Iterable[str], pipeline_root: str, service_account: str,
 ) -> Asked:  # fmt: skip
-    """Check everything that needs no server. ValueError names what is wrong and what is allowed."""
+    """Check everything that needs no server. ValueError names what is wrong and what is allowed.
+
+    `recipe` is the name of `config`, which is None for a pipeline without overrides.
+    """
     name = name or f"{recipe}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     values = arguments.parse(package.parameters, texts)
     if RUN_INPUT in package.parameters:
         values.setdefault(RUN_INPUT, name)
+    values = arguments.check(package.parameters, values)
+    if config is not None:
+        arguments.check_overrides(config, values)
     return Asked(
         package=package,
         pipeline=registration.check_name("--pipeline", pipeline or f"{registration.pipeline_name(recipe)}-submitted"),
         name=name,
-        values=arguments.check(package.parameters, values),
+        values=values,
         experiment=experiment,
         pipeline_root=pipeline_root,
         service_account=service_account,

@@ -64,7 +64,7 @@ def submit(
     from reflux.pipelines import package, submit  # heavy, so after what is quickly refused
 
     compiled = package.of_recipe(recipe, full, image=image or "", require_digests=require_digests)
-    run = submit.asked(compiled, recipe=recipe, **asked)
+    run = submit.asked(compiled, recipe=recipe, config=full, **asked)
     api = connect(dry_run, **place, token_file=token_file, ca_cert=ca_cert)
     run_id = submit.submit(api, run)
     if not run_id:

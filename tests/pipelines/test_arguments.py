@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from reflux.pipelines import arguments
+from reflux.pipelines import arguments, recipes
 
 INPUTS: dict[str, dict[str, Any]] = {
     "store": {"parameterType": "STRING"},
@@ -70,3 +70,19 @@ def test_what_the_server_would_refuse_is_refused_by_name(given: dict[str, Any], 
 def test_text_that_is_no_value_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"--arg 'steps'|argument"):
         arguments.check(INPUTS, arguments.parse(INPUTS, ["store=s", text]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"distill": {"max_stepz": 2}}, "argument overrides: distill.max_stepz: no such field; did you mean max_steps"),
+        ({"distill": {"max_steps": 2.5}}, "argument overrides: distill.max_steps: 2.5 is not a whole number"),
+        ({"teacher": "ORG/NAME"}, "argument overrides: overrides.teacher: is a parameter of the run itself"),
+    ],
+)
+def test_overrides_are_checked_as_every_stage_will(changes: dict[str, Any], message: str) -> None:
+    arguments.check_overrides(recipes.demo(), {"overrides": {"distill": {"max_steps": 2.0}}})
+    arguments.check_overrides(recipes.demo(), {})
+    with pytest.raises(ValueError, match=r"argument overrides") as caught:
+        arguments.check_overrides(recipes.demo(), {"overrides": changes})
+    assert message in str(caught.value)

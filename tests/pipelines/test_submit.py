@@ -32,8 +32,8 @@ def package() -> Package:
 
 def asked(package: Package, **changes: Any) -> submit.Asked:
     given: dict[str, Any] = {
-        "recipe": "tea", "name": "", "pipeline": "", "experiment": "reflux", "pipeline_root": "", "service_account": "",
-        "texts": ["store=/s", "leaves=assam"],
+        "recipe": "tea", "config": None, "name": "", "pipeline": "", "experiment": "reflux", "pipeline_root": "",
+        "service_account": "", "texts": ["store=/s", "leaves=assam"],
     }  # fmt: skip
     return submit.asked(package, **{**given, **changes})
 

@@ -47,8 +47,8 @@ def contract() -> Iterator[Contract]:
 @pytest.fixture
 def run_id(contract: Contract, package: Package) -> str:
     asked = submit.asked(
-        package, recipe="tea", name="tea-1", pipeline="", experiment="reflux", texts=["store=/s", "leaves=assam"],
-        pipeline_root="", service_account="",
+        package, recipe="tea", config=None, name="tea-1", pipeline="", experiment="reflux", pipeline_root="",
+        service_account="", texts=["store=/s", "leaves=assam"],
     )  # fmt: skip
     return submit.submit(kfp_api.connect(kfp_api.Connection(host=contract.url)), asked)
 
