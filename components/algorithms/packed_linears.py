@@ -7,13 +7,14 @@ anew in every call; packed once, they are read at the speed of memory: two to fo
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from .low_bit import LowBitLinear
 
@@ -23,29 +24,47 @@ ROWS = 32
 
 @contextmanager
 def packed_linears(model: Any) -> Iterator[None]:
-    """Within the block, the linears of a model on a CPU compute from packed copies of their weights as these are now, a
-    low-bit one of its rounded weight, and give no gradient. Takes the memory of the weights once more. Weights of
-    another type than float32, which torch gives to oneDNN by itself, and builds without oneDNN keep their own product.
+    """Within the block, the linears of `model` compute from their weights as these are now, a low-bit one from its
+    rounded weight, and give no gradient. On a CPU float32 weights are packed for it; those of another type torch gives
+    to oneDNN by itself.
+
+    A weight is packed instead of held, and laid out again, the same to the bit, at the end of the block, in which
+    nobody else may read it. Held beside it are rounded weights, a head whose weight is the embedding's too, and what
+    fully_shard manages.
     """
     linears = [m for m in model.modules() if isinstance(m, nn.Linear | LowBitLinear)]
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    managed = any(isinstance(m, FSDPModule) for m in model.modules())
+    packed: list[tuple[nn.Linear, Tensor]] = []
     try:
         for linear in linears:
-            linear.forward = _packed_forward(linear)
+            weight_OI = _pack(linear)
+            linear.forward = _forward(weight_OI, linear.bias)
+            if weight_OI.is_mkldnn and type(linear) is nn.Linear and uses[id(linear.weight)] == 1 and not managed:
+                packed.append((linear, weight_OI))
+                linear.weight.data = linear.weight.new_empty(0)
         yield
     finally:
         for linear in linears:
             linear.__dict__.pop("forward", None)
+        while packed:
+            linear, weight_OI = packed.pop()
+            linear.weight.data = weight_OI.to_dense()
 
 
 @torch.no_grad()
-def _packed_forward(linear: Any) -> Callable[[Tensor], Tensor]:
+def _pack(linear: Any) -> Tensor:
     weight_OI = linear.rounded() if isinstance(linear, LowBitLinear) else linear.weight.detach()
-    if weight_OI.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
-        return functools.partial(nn.functional.linear, weight=weight_OI, bias=linear.bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, ROWS)
-    multiply, bias = torch.ops.mkldnn._linear_pointwise, linear.bias
+    can_pack = (
+        weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    )
+    if not can_pack:
+        return weight_OI
+    return torch.ops.mkldnn._reorder_linear_weight(weight_OI, ROWS)
 
-    def forward(x: Tensor) -> Tensor:
-        return multiply(x, packed, bias, "none", [], "")
 
-    return forward
+def _forward(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+    if not weight_OI.is_mkldnn:
+        return lambda x: nn.functional.linear(x, weight_OI, bias_O)
+    multiply = torch.ops.mkldnn._linear_pointwise
+    return lambda x: multiply(x, weight_OI, bias_O, "none", [], "")

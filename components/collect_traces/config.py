@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from reflux.components.declare import check_choices, choice, setting, source
 
-STAGE_VERSION = "3"
+STAGE_VERSION = "4"
 LOCAL = "local"
 """Name of the teacher that runs in this process."""
 SERVER_APIS = ("completions", "chat")

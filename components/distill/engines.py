@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from reflux.components.algorithms.draws import Sampling
-from reflux.components.algorithms.low_bit import LowBitLinear, frozen_weights
+from reflux.components.algorithms.low_bit import LowBitLinear
 from reflux.components.algorithms.packed_linears import packed_linears
 from reflux.components.algorithms.rollouts import Engine, Request, Rollout, rollout
 from reflux.components.models import hugging_face_folder
@@ -44,12 +44,10 @@ class Rolling:
 
 def local_engine(rolling: Rolling) -> Engine:
     """The student in this process, its weights rounded, and on a CPU packed, once for each call."""
-    on_cpu = next(rolling.student.parameters()).device.type == "cpu"
-    prepared = packed_linears if on_cpu else frozen_weights
 
     def answer(requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         rolling.student.eval()
-        with prepared(rolling.student):
+        with packed_linears(rolling.student):
             return rollout(
                 rolling.student,
                 requests,

@@ -8,6 +8,7 @@ Shapes: B rows being answered, V vocabulary, T response tokens.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from reflux.components.algorithms.draws import Sampling, derive_seed
 from reflux.components.algorithms.key_tokens import Evidence, key_token_score
+from reflux.components.algorithms.packed_linears import packed_linears
 from reflux.components.algorithms.rollouts import Request, rollout
 from reflux.components.algorithms.sampled_teacher import SampledTeacher, joined, sampled_counts
 from reflux.components.algorithms.sparse_teacher import SparseTeacher, sparse_topk
@@ -30,17 +32,19 @@ from reflux.components.models import load_model
 
 
 def local_teacher(path: Path, digest: str, tokenizer: Any, config: CollectTracesConfig) -> Teacher:
-    """The model at `path`, loaded when it is first asked. It answers `config.batch_size` prompts at a time: padding
-    changes the last bits of the logits, so the same prompts in other batches are not quite the same traces.
+    """The model at `path`, loaded when it is first asked. It answers `config.batch_size` prompts at a time: the size of
+    a batch changes the last bits of the logits, so the same prompts in other batches are not quite the same traces.
     """
 
     def answers(prompts: Iterable[Prompt]) -> Generator[Answer, None, None]:
         waiting, model = iter(prompts), None
-        while batch := list(islice(waiting, config.batch_size)):
-            if model is None:
-                model = load_model(path, config.dtype).to(_device(config.device))
-                require_layers(model, config)
-            yield from _answered(model, tokenizer, batch, config, digest)
+        with ExitStack() as held:
+            while batch := list(islice(waiting, config.batch_size)):
+                if model is None:
+                    model = load_model(path, config.dtype).to(_device(config.device))
+                    require_layers(model, config)
+                    held.enter_context(packed_linears(model))
+                yield from _answered(model, tokenizer, batch, config, digest)
 
     return Teacher(teacher_id=digest, entropy_of=OF_VOCABULARY, answers=answers)
 
