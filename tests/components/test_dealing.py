@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reflux.components.algorithms.rollouts import Rollout
-from reflux.components.distill.dealing import Deck, own_rollouts, rollout_health
+from reflux.components.distill.dealing import Deck, own_rollouts
+from reflux.components.distill.own_answers import rollout_health
 
 NAMES = ["a", "b", "b", "c", "d"]  # b is a hard sample
 
