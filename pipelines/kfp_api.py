@@ -84,12 +84,11 @@ def connect(connection: Connection, *, dry_run: bool = False) -> Api:
         warnings.simplefilter("ignore", FutureWarning)  # kfp's of servers before 2.0
         client = _Client(
             host=host or None,
-            namespace=connection.namespace or "kubeflow",  # what kfp takes for "none given"
             credentials=_TokenFile(connection.token_file) if connection.token_file else None,
             ssl_ca_cert=str(connection.ca_cert) if connection.ca_cert else None,
             kube_context=connection.kube_context or None,
         )
-        health = client.get_kfp_healthz()  # kfp asks by itself only where no namespace is given
+        health = client.get_kfp_healthz()
     namespace = connection.namespace or client.get_user_namespace()
     if health.multi_user and not namespace:
         raise ValueError(f"--namespace: missing; {shown} serves many users, each in a namespace")
@@ -151,7 +150,14 @@ def answering(host: str) -> Iterator[None]:
 
 
 class _Client(kfp.Client):
-    """kfp's client, except that it asks for the server's state once instead of five times."""
+    """kfp's client, except that it asks for the server's state once, not five times, and writes no file.
+
+    It is given no namespace: kfp would take the user's for the one that the API's service is in, too.
+    """
+
+    def set_user_namespace(self, namespace: str) -> None:
+        """What kfp calls in a pod, with the pod's own."""
+        self._context_setting["namespace"] = namespace
 
     def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
         """The server's state. ValueError if what answers is not the API."""

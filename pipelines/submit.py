@@ -83,5 +83,6 @@ def submit(api: Api, run: Asked) -> str:
 
 
 def page(api: Api, run_id: str) -> str:
-    """The address of the run in the Pipelines UI, as far as the address of the API tells it."""
-    return f"{os.environ.get(UI_VARIABLE) or api.host}/#/runs/details/{run_id}"
+    """The address of the run in the Pipelines UI, which usually is that of the API; "" from inside the cluster."""
+    place = os.environ.get(UI_VARIABLE) or api.host
+    return f"{place.rstrip('/')}/#/runs/details/{run_id}" if place.startswith("http") else ""

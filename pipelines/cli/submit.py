@@ -69,7 +69,9 @@ def submit(
     run_id = submit.submit(api, run)
     if not run_id:
         return
-    click.echo(f"run: {run_id}\npage: {submit.page(api, run_id)}")
+    click.echo(f"run: {run_id}")
+    if page := submit.page(api, run_id):
+        click.echo(f"page: {page}")
     if wait:
         _finish(api, run_id, poll_s, again=_command(run_id, **place, token_file=token_file, ca_cert=ca_cert))
 
