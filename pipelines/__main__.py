@@ -26,13 +26,19 @@ class WrongInput(click.ClickException):
 
 
 class Commands(click.Group):
-    """Turns the errors that modules raise for people into a message and an exit code; others keep their traceback."""
+    """Turns Ctrl-C and the errors that modules raise for people into a message and an exit code.
+
+    Other errors keep their traceback.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except (ValueError, OSError) as error:
             raise WrongInput(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(run.INTERRUPTED)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -20,7 +20,10 @@ def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(cli, list(map(str, arguments)))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["store", "--help"], ["store", "status"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["run", "--help"], ["submit", "--help"], ["schedule", "apply", "--help"], ["store", "status"]],
+)
 def test_help_needs_no_heavy_library(arguments: list[str], tmp_path: Path) -> None:
     arguments = [*arguments, "--data-dir", str(tmp_path)] if arguments[-1] == "status" else arguments
     done = without(HEAVY, *arguments)
