@@ -10,12 +10,13 @@ from kustomized import MANIFESTS, OVERLAYS, of_kind, overlay
 
 from reflux.components import cluster_environment as asked
 from reflux.pipelines import recipes
-from reflux.pipelines.package import of_recipe
+from reflux.pipelines.compile import compile_to_text
+from reflux.pipelines.distillation import distillation
 
 
 @pytest.fixture(scope="module")
 def documents() -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(of_recipe("demo", recipes.demo()).text))
+    return list(yaml.safe_load_all(compile_to_text(distillation(recipes.demo(), name="demo"))))
 
 
 def test_every_task_is_given_keys_and_addresses(documents: list[dict[str, Any]]) -> None:

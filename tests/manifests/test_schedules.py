@@ -5,7 +5,9 @@ from __future__ import annotations
 from kustomized import MANIFESTS, containers, of_kind, overlay, pods
 
 from reflux.pipelines import arguments, recipes, schedule_file
-from reflux.pipelines.package import of_recipe
+from reflux.pipelines.compile import compile_to_text
+from reflux.pipelines.distillation import distillation
+from reflux.pipelines.package import Package
 
 
 def test_the_files() -> None:
@@ -15,7 +17,7 @@ def test_the_files() -> None:
     (register,) = containers(pods(overlay("cluster"))["Job/reflux-register"])
     for schedule in schedules:
         recipe = recipes.overridden(recipes.named(schedule.recipe), schedule.changes)
-        compiled = of_recipe(schedule.recipe, recipe, image=schedule.image)
+        compiled = Package(text=compile_to_text(distillation(recipe, schedule.image, name=schedule.recipe)))
         arguments.check(compiled.parameters, schedule.parameters)
         assert schedule.parameters["store"] == settings["REFLUX_STORE"]
         assert schedule.image == register["image"]

@@ -13,7 +13,9 @@ import yaml
 from kustomized import OVERLAYS, of_kind, overlay
 
 from reflux.pipelines import native_objects, recipes
-from reflux.pipelines.package import of_recipe
+from reflux.pipelines.compile import compile_to_text
+from reflux.pipelines.distillation import distillation
+from reflux.pipelines.package import Package
 
 KUBERNETES = "1.32"  # the oldest version that is asked for
 CUSTOM = yaml.safe_load((Path(__file__).parents[1] / "data/crds/pipelines.kubeflow.org.yaml").read_text())
@@ -38,13 +40,15 @@ def test_an_overlay(name: str) -> None:
         check(each)
 
 
-def native() -> list[dict[str, Any]]:
-    package = of_recipe("demo", recipes.demo(), image="registry.test/reflux-python-cpu@sha256:ab")
-    return list(yaml.safe_load_all(native_objects.to_yaml(package, pipeline="reflux-demo", namespace="kubeflow")))
+@pytest.fixture(scope="module")
+def registered() -> list[dict[str, Any]]:
+    """The objects of the demo's pipeline."""
+    text = compile_to_text(distillation(recipes.demo(), name="demo"))
+    return list(yaml.safe_load_all(native_objects.to_yaml(Package(text=text), pipeline="reflux-demo", namespace="n")))
 
 
-def test_a_registered_pipeline() -> None:
-    found = native()
+def test_a_registered_pipeline(registered: list[dict[str, Any]]) -> None:
+    found = registered
     assert [each["kind"] for each in found] == ["Pipeline", "PipelineVersion"]
     for each in found:
         check(each)
@@ -85,9 +89,9 @@ def test_a_wrong_field_is_found(kind: str, name: str, path: str, value: Any) -> 
 
 
 @pytest.mark.parametrize("path", ["spec.pipelineSpec", "spec.pipelineName", "spec.displayName", "metadata.name"])
-def test_a_wrong_field_of_a_version_is_found(path: str) -> None:
+def test_a_wrong_field_of_a_version_is_found(registered: list[dict[str, Any]], path: str) -> None:
     with pytest.raises(REFUSALS):
-        check(wrong(native()[1], path, None))
+        check(wrong(registered[1], path, None))
 
 
 def test_a_kind_without_a_schema_is_no_success() -> None:
