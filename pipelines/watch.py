@@ -108,6 +108,8 @@ def _task_names(api: Api, poll_s: float, run: Any) -> set[str] | None:
     if isinstance(run.pipeline_spec, Mapping):
         return package.tasks(inner(run.pipeline_spec))
     reference = run.pipeline_version_reference
+    if reference is None:
+        return None
     ids = {"pipeline_id": reference.pipeline_id, "pipeline_version_id": reference.pipeline_version_id}
     try:
         version = _patiently(api, poll_s, api.client.pipelines.pipeline_service_get_pipeline_version, **ids)

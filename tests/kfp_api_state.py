@@ -68,7 +68,7 @@ class State:
 
     def serve(self, operation: str, ids: dict[str, str], query: dict[str, str], body: Any) -> dict[str, Any]:
         """The answer to one operation of the generated client. DeniedError with the API's status and message."""
-        return _OPERATIONS[operation](self, ids, query, body)
+        return OPERATIONS[operation](self, ids, query, body)
 
     def start_scheduled(self, recurring_run_id: str, name: str) -> str:
         """What the cluster's scheduler does when the time has come: the id of the new run."""
@@ -284,7 +284,7 @@ def _check_arguments(spec: dict[str, Any], given: dict[str, Any]) -> None:
         )
 
 
-_OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
+OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "healthz_service_get_healthz": _healthz,
     "pipeline_service_create_pipeline": _create_pipeline,
     "pipeline_service_list_pipelines": _listing("pipelines", "pipelines"),

@@ -10,7 +10,7 @@ import kfp_server_api
 import pytest
 import urllib3
 from kfp_api_contract import Contract, operations, serving
-from kfp_api_state import _OPERATIONS
+from kfp_api_state import OPERATIONS
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_what_the_api_does_not_have_is_refused(
 
 def test_every_handler_is_of_an_operation_that_the_generated_client_has() -> None:
     names = {operation.name for operation in operations()}
-    assert set(_OPERATIONS) <= names
+    assert set(OPERATIONS) <= names
     for service in ("Run", "RecurringRun", "Experiment"):
         methods = vars(getattr(kfp_server_api, f"{service}ServiceApi"))
         assert {name for name in methods if name[0] != "_" and not name.endswith("_with_http_info")} <= names

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import threading
 from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +158,20 @@ def test_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_host_of_kfps_own_variable(contract: Contract, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", contract.url)
     assert kfp_api.connect(Connection()).host == contract.url
+
+
+def test_a_login_page_is_not_the_api(tmp_path: Path) -> None:
+    page = tmp_path / "apis" / "v2beta1" / "healthz"
+    page.parent.mkdir(parents=True)
+    page.write_text("<html>Who are you?</html>")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        said = refusal(Connection(host=f"http://127.0.0.1:{server.server_port}"))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "answers, but not as the API of Kubeflow Pipelines; where a login page stands before it" in said
 
 
 def test_a_server_that_is_not_there_or_is_something_else(contract: Contract) -> None:
