@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from reflux.components import gguf_cache
+from reflux.components.algorithms.low_bit import decoder_layers
 from reflux.components.model_files import require_configuration, require_tokenizer, require_weights
 
 transformers_logging.disable_progress_bar()  # a bar of its own would break the progress lines of the stage
@@ -88,6 +90,41 @@ def layer_widths(path: Path) -> set[int]:
 def kv_shape(path: Path) -> tuple[int, int]:
     """KV heads of a layer, and channels of a head."""
     return _configured(path, "num_key_value_heads"), _head_channels(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a model, from its configuration alone."""
+
+    parameters: int
+    decoder: int
+    """Parameters of the decoder layers."""
+    linear: int
+    """Of these, weights of linear layers."""
+    layers: int
+    hidden: int
+    intermediate: int
+    kv_channels: int
+    """Of one layer's keys, all heads together."""
+    vocabulary: int
+
+
+def model_shape(path: Path) -> ModelShape:
+    """Sizes of the model behind a path. ValueError if its configuration is of another kind than Llama's."""
+    with torch.device("meta"):  # no weight is made
+        model = AutoModelForCausalLM.from_config(_configuration(path))
+    layers = decoder_layers(model)
+    heads, channels = kv_shape(path)
+    return ModelShape(
+        parameters=sum(p.numel() for p in model.parameters()),
+        decoder=sum(p.numel() for p in layers.parameters()),
+        linear=sum(m.weight.numel() for m in layers.modules() if isinstance(m, torch.nn.Linear)),
+        layers=len(layers),
+        hidden=_configured(path, "hidden_size"),
+        intermediate=_configured(path, "intermediate_size"),
+        kv_channels=heads * channels,
+        vocabulary=_configured(path, "vocab_size"),
+    )
 
 
 def chat_token_ids(tokenizer: Any, prompt: str) -> list[int]:

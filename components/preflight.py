@@ -21,6 +21,7 @@ from reflux.components.collect_traces.prompts import Prompt
 from reflux.components.collect_traces.teachers import teacher_ids
 from reflux.components.collect_traces.teachers.server import check_server, configured_servers
 from reflux.components.distill.examples import require_usable
+from reflux.components.distill.memory import need_of, require_memory
 from reflux.components.distill.stage import schedule, scheme_of
 from reflux.components.evaluate.room import require_room
 from reflux.components.evaluate.text import evaluation_text
@@ -73,6 +74,8 @@ def check(
         window_tokens=evaluate.window_tokens,
     )
     remarks = [f"{len(prompts)} prompts, {sum(prompt.split == 'heldout' for prompt in prompts)} of them held out"]
+    needed = need_of(distill, student, teacher)
+    remarks.append(require_memory(needed, distill) if weights else f"distill: {needed.described()}")
     if collect.prompts_per_dimension:
         counts = ", ".join(f"{row['dimension']} {row['asked']} of {row['usable']}" for row in asked.composition)
         remarks.append(f"prompts by dimension: {counts}")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from reflux.components.memory import available_gib
 from reflux.pipelines import embedded_store, runs, stores
 
 MEMORY_GIB = 6.0  # what the demo is allowed to take
@@ -116,7 +117,7 @@ def _torch() -> Finding:
 
 
 def _memory() -> Finding:
-    available = _available_gib()
+    available = available_gib()
     if available is None:
         return Finding(
             check="memory",
@@ -129,20 +130,6 @@ def _memory() -> Finding:
         check="memory", status="ok" if enough else "warn", found=f"{available:.1f} GiB available",
         fix="" if enough else f"the demo needs up to {MEMORY_GIB:.0f} GiB: close something first",
     )  # fmt: skip
-
-
-def _available_gib() -> float | None:
-    """Memory that can be had, in GiB: of the machine or of the container's limit, whichever is less."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    machine = next(
-        int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable")
-    )
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and limit.read_text().strip() != "max":
-        machine = min(machine, int(limit.read_text()) - int(used.read_text()))
-    return machine / 2**30
 
 
 def _disk(data_dir: Path) -> Finding:

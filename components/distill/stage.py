@@ -21,6 +21,7 @@ from .config import DistillConfig
 from .dealing import Deck, RolloutBuffer
 from .engines import ENGINES, Rolling
 from .examples import Sequence, require_contract, require_usable, training_examples
+from .memory import need_of, require_memory
 from .objective import DistillationLoss
 from .own_answers import answering
 from .student import make_student, scheme_of
@@ -42,6 +43,9 @@ def run(
     require_contract(stored, tokenizer, student.source_digest("teacher"))
     require_usable(config, stored["trace_store"], int(stored["top_k"]))
     require_shares(config, processes.started())
+    remark = require_memory(need_of(config, student_path, student.source("teacher")), config)
+    if processes.is_first():
+        print(remark, flush=True)
     examples, validation = _split(training_examples(traces, config.max_sequence_tokens), config.validation_traces)
 
     policy = policy_table.decode(profile.file("policy_table.bin")) if scheme_of(config).needs_policy else None

@@ -63,8 +63,9 @@ def with_model(configs: dict[str, Any], field: str, path: Path | str) -> dict[st
 
 
 def test_good_inputs_pass_and_leave_the_store_empty(configs: dict[str, Any], store: Store) -> None:
-    (remark,) = preflight.check(configs, store)
-    assert remark.startswith("12 prompts, ")
+    prompts, memory = preflight.check(configs, store)
+    assert prompts.startswith("12 prompts, ")
+    assert memory.startswith("distill: training needs about 0.")
     assert store.list() == []
 
 
@@ -72,6 +73,17 @@ def test_good_inputs_pass_and_leave_the_store_empty(configs: dict[str, Any], sto
 def test_a_missing_model(configs: dict[str, Any], store: Store, tmp_path: Path, field: str) -> None:
     with pytest.raises(ValueError, match=rf"{field}: source .*nowhere.*no such file or folder"):
         preflight.check(with_model(configs, field, tmp_path / "nowhere"), store)
+
+
+def test_more_memory_than_there_is_in_seconds(configs: dict[str, Any], store: Store) -> None:
+    wanting = changed(configs, "distill", micro_batch_sequences=4_000_000, batch_sequences=4_000_000)
+    with pytest.raises(
+        ValueError, match=r"micro_batch_sequences 4000000, .* needs about \d+.* are available here"
+    ):
+        preflight.check(wanting, store)
+    with pytest.raises(ValueError, match=r"needs about 0\.\d GiB .* 0\.2 GiB distill\.memory_gib allows; take smaller"):
+        preflight.check(changed(configs, "distill", memory_gib=0.2), store)
+    assert preflight.check(wanting, store, weights=False)  # a check on another machine than the training's
 
 
 def test_groups_that_do_not_fill_the_layers(configs: dict[str, Any], store: Store) -> None:
