@@ -15,8 +15,8 @@ import torch
 
 from .output_head import OutputHead
 
-CHUNK_TOKENS = 64
-"""At 49,152 words the logits of a chunk still fit the caches of a CPU; larger chunks are slower there."""
+CHUNK_TOKENS = 32
+"""At 49,152 words a chunk's logits take 6 MB: the few tensors of a loss fit the caches of a CPU, and memory."""
 
 TokenLoss = Callable[[torch.Tensor, slice], torch.Tensor]
 """(logits [C, P], which of the N tokens they belong to) -> [C] nats."""

@@ -8,12 +8,34 @@ some families put behind it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .wide_product import wide_product
+
 OutputHead = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelHead:
+    """A model's own output head: projection, scale and soft cap. Keeps the projection alive, not the model."""
+
+    projection: Any
+    factor: float
+    divisor: float
+    cap: float | None
+
+    def __call__(self, hidden_ND: Tensor) -> Tensor:
+        """[N, P] logits."""
+        logits_NP = wide_product(hidden_ND, self.projection.weight)
+        if self.projection.bias is not None:
+            logits_NP = logits_NP + self.projection.bias
+        if self.factor != self.divisor:
+            logits_NP = logits_NP * self.factor / self.divisor
+        return logits_NP if self.cap is None else torch.tanh(logits_NP / self.cap) * self.cap
 
 
 def final_hidden_states(model: Any, input_BT: Tensor, mask_BT: Tensor | None, position_BT: Tensor) -> Tensor:
@@ -25,21 +47,19 @@ def final_hidden_states(model: Any, input_BT: Tensor, mask_BT: Tensor | None, po
     ).last_hidden_state
 
 
-def output_head(model: Any) -> OutputHead:
-    """[N, D] hidden states -> [N, P] logits: projection, scale and soft cap. Keeps the projection alive, not the model.
+def output_head(model: Any) -> ModelHead:
+    """[N, D] hidden states -> [N, P] logits, as the model itself makes them.
 
     The result is compared with the model's own forward once, on three tokens: ValueError if this family transforms its
     logits in a way that is not known here.
     """
     projection = model.get_output_embeddings()
-    factor = getattr(model.config, "logit_scale", None) or 1.0  # Cohere
-    divisor = getattr(model.config, "logits_scaling", None) or 1.0  # Granite
-    cap = getattr(model.config, "final_logit_softcapping", None)  # Gemma
-
-    def head(hidden_ND: Tensor) -> Tensor:
-        logits_NP = projection(hidden_ND) * factor / divisor if factor != divisor else projection(hidden_ND)
-        return logits_NP if cap is None else torch.tanh(logits_NP / cap) * cap
-
+    head = ModelHead(
+        projection=projection,
+        factor=getattr(model.config, "logit_scale", None) or 1.0,  # Cohere
+        divisor=getattr(model.config, "logits_scaling", None) or 1.0,  # Granite
+        cap=getattr(model.config, "final_logit_softcapping", None),  # Gemma
+    )
     with torch.no_grad():
         position_BT = torch.arange(3, device=projection.weight.device)[None]
         input_BT, mask_BT = position_BT + 1, torch.ones_like(position_BT)
