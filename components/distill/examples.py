@@ -78,8 +78,9 @@ def require_usable(config: DistillConfig, store: str, kept: int) -> None:
             served = [
                 name + (f" with {t.parameter} 0" if t.parameter else "") for name, t in OBJECTIVES.items() if t.draws
             ]
+            field = "trace_objective" if config.trace_objective else "objective"
             raise ValueError(
-                f"distill.objective {term.name!r}{at}: needs the teacher's support, and the traces hold a sampled "
+                f"distill.{field} {term.name!r}{at}: needs the teacher's support, and the traces hold a sampled "
                 f"store, which serves {', '.join(served)}; collect them with trace_store topk"
             )
     if config.trace_k and config.trace_k != kept:

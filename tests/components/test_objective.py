@@ -5,6 +5,8 @@ kind of sequence, and the rules that hold whatever the objective is.
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, LlamaConfig
 
 from reflux.components import models
+from reflux.components.algorithms.chunked_loss import chunked_loss
+from reflux.components.algorithms.losses import beta_jsd
 from reflux.components.distill.config import DistillConfig
 from reflux.components.distill.examples import Sequence
 from reflux.components.distill.objective import DistillationLoss
-from reflux.components.distill.observed import OBSERVED_TOKENS, Observed, observed_rows
+from reflux.components.distill.observed import OBSERVED_TOKENS, Observed, against_whole, observed_rows
 from reflux.components.distill.stored import SampledTeacher, SparseTeacher
 
 ROLLOUTS = ("beta_jsd", "forward_kl", "reverse_kl", "skew_forward_kl", "skew_reverse_kl", "cross_entropy")
@@ -287,3 +291,33 @@ def test_observed_tokens_are_spread_over_all_chunks(tokens: int) -> None:
         seen += chunk[observed_rows(slice(start, start + len(chunk)), tokens)]
     assert seen == list(range(0, tokens, math.ceil(tokens / OBSERVED_TOKENS)))
     assert len(seen) <= OBSERVED_TOKENS
+
+
+@pytest.mark.heavy
+def test_watching_adds_little_to_head_and_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    """At SmolLM2's width and vocabulary, in CPU seconds; medians of rounds in turn."""
+    size, width, tokens = 49_152, 576, 416
+    generator = torch.Generator().manual_seed(0)
+    weight_VD = 0.1 * torch.randn(size, width, generator=generator)
+    student_ND, teacher_ND = (torch.randn(tokens, width, generator=generator) for _ in range(2))
+    student_ND.requires_grad_()
+
+    def seconds(observed: Observed | None) -> float:
+        def token_loss(logits_CV: torch.Tensor, rows: slice) -> torch.Tensor:
+            student_CV = logits_CV.log_softmax(-1)
+            with torch.no_grad():
+                teacher_CV = (teacher_ND[rows] @ weight_VD.T).log_softmax(-1)
+                if observed is not None:
+                    seen = observed_rows(rows, tokens)
+                    observed.add(against_whole(student_CV[seen], teacher_CV[seen]))
+            return beta_jsd(student_CV, teacher_CV, 0.0)
+
+        begin = time.process_time()
+        chunked_loss(student_ND, lambda hidden_CD: hidden_CD @ weight_VD.T, token_loss).backward()
+        return time.process_time() - begin
+
+    rounds = [(seconds(None), seconds(Observed())) for _ in range(10)][1:]
+    alone, watched = (statistics.median(times) for times in zip(*rounds, strict=True))
+    with capsys.disabled():
+        print(f"{tokens} tokens: {alone:.3f} s, watched {watched:.3f} s, {100 * (watched / alone - 1):.1f} % more")
+    assert watched < 1.15 * alone
