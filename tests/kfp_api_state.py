@@ -298,6 +298,7 @@ OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "run_service_list_runs": _listing("runs", "runs"),
     "recurring_run_service_create_recurring_run": _create_recurring,
     "recurring_run_service_list_recurring_runs": _listing("recurringRuns", "recurring"),
+    "recurring_run_service_get_recurring_run": _get_by("recurring", "recurring_run_id", "recurring run"),
     "recurring_run_service_enable_recurring_run": _switch(True),
     "recurring_run_service_disable_recurring_run": _switch(False),
     "recurring_run_service_delete_recurring_run": _delete_recurring,

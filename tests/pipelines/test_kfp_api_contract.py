@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import kfp
 import kfp_server_api
 import pytest
 import urllib3
 from kfp_api_contract import Contract, operations, serving
 from kfp_api_state import OPERATIONS
+from toy_stages.pipeline import tea_party
+
+from reflux.pipelines.compile import compile_to_text
 
 
 @pytest.fixture
@@ -66,3 +71,27 @@ def test_wrong_answers_are_refused_too(contract: Contract) -> None:
     status, told = ask(contract, "GET", "/experiments")
     assert status == 400
     assert "experiments[0].experiment_id" in told["message"]
+
+
+def test_kfps_own_client_gets_along_with_it(contract: Contract, tmp_path: Path) -> None:
+    """It is made after the API and not after our own calls: the methods that people call in notebooks work as well."""
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(compile_to_text(tea_party(note="mild", minutes=7)))
+    pipeline_id = contract.state.serve("pipeline_service_create_pipeline", {}, {}, {"display_name": "tea"})[
+        "pipeline_id"
+    ]
+    with pytest.warns(FutureWarning):
+        client = kfp.Client(host=contract.url)
+    experiment_id = client.create_experiment("notebook").experiment_id
+    version_id = client.upload_pipeline_version(str(path), "v1", pipeline_name="tea").pipeline_version_id
+    ids = {"experiment_id": experiment_id, "pipeline_id": pipeline["pipeline_id"], "version_id": version_id}
+    values = {"store": "/s", "run": "r", "leaves": "assam"}
+    run = client.run_pipeline(job_name="by hand", params=values, pipeline_root="s3://b/r", **ids)
+    assert client.wait_for_run_completion(run.run_id, timeout=60, sleep_duration=0).state == "SUCCEEDED"
+    made = client.create_recurring_run(job_name="nightly", cron_expression="0 0 1 * * *", params=values, **ids)
+    client.disable_recurring_run(made.recurring_run_id)
+    assert client.get_recurring_run(made.recurring_run_id).status == "DISABLED"
+    assert client.list_recurring_runs(experiment_id=experiment_id).total_size == 1
+    assert [each.display_name for each in client.list_runs(experiment_id=experiment_id).runs] == ["by hand"]
+    with pytest.raises(kfp_server_api.ApiException, match="leafs"):
+        client.run_pipeline(job_name="wrong", params={**values, "leafs": "assam"}, **ids)
