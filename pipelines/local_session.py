@@ -122,7 +122,7 @@ def run_pipeline(
     if kfp_config.LocalExecutionConfig.instance is not None:
         raise RuntimeError("kfp.local holds its settings in globals: one pipeline at a time in a process")
     component = load_component_from_text(pipeline)
-    with Display(total=len(component.pipeline_spec.root.dag.tasks)) as display:
+    with Display(total=len(component.pipeline_spec.deployment_spec["executors"])) as display:
         session = Session(display=display, on_finished=on_finished)
         try:
             with runner(session) as kfp_runner, _kfp_local(kfp_runner, root):
