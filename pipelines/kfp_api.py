@@ -31,6 +31,10 @@ HOST_VARIABLE = "KF_PIPELINES_ENDPOINT"
 TIMEOUT_S = 30
 PAGE_SIZE = 100
 _IN_CLUSTER = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets it in every container
+_NOT_THE_API = (
+    "answers, but not as the API of Kubeflow Pipelines; where a login page stands before it, give --token-file or a "
+    "cookie in kfp's context file, or renew it"
+)
 _EXAMPLES = "e.g. --host https://kubeflow.example/pipeline, or http://localhost:8080 behind kubectl port-forward"
 
 
@@ -107,8 +111,16 @@ def change(api: Api, what: str, method: Callable[..., Any], **arguments: Any) ->
         body = kfp_server_api.ApiClient().sanitize_for_serialization(arguments)
         click.echo(f"would {what}: {json.dumps(body, ensure_ascii=False)}")
         return None
-    answer = call(api, method, **arguments)
+    answer = one(api, method, **arguments)
     click.echo(what)
+    return answer
+
+
+def one(api: Api, method: Callable[..., Any], **arguments: Any) -> Any:
+    """`call` for a single object. One without any content comes from a login page: kfp's client reads it as empty."""
+    answer = call(api, method, **arguments)
+    if hasattr(answer, "to_dict") and not any(answer.to_dict().values()):
+        raise OutOfReachError(f"{api.host}: {_NOT_THE_API}")
     return answer
 
 
@@ -172,10 +184,7 @@ class _Client(kfp.Client):
         except ValueError:
             state = None
         if not isinstance(state, dict):
-            raise ValueError(
-                f"{host}: answers, but not as the API of Kubeflow Pipelines; where a login page "
-                f"stands before it, give --token-file or a cookie in kfp's context file"
-            )
+            raise ValueError(f"{host}: {_NOT_THE_API}")
         return kfp_server_api.V2beta1GetHealthzResponse(multi_user=state.get("multi_user"))
 
 

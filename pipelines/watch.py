@@ -57,7 +57,7 @@ def _patiently(api: Api, poll_s: float, method: Callable[..., Any], **arguments:
     said = False
     while True:
         try:
-            answer = kfp_api.call(api, method, **arguments)
+            answer = kfp_api.one(api, method, **arguments)
         except (OutOfReachError, RefusedError) as error:
             if isinstance(error, RefusedError) and error.status != 401:  # a token file may be about to be renewed
                 raise

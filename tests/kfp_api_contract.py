@@ -125,7 +125,7 @@ class Contract:
     url: str = ""
     token: str = ""
     trouble: list[tuple[int, str]] = field(default_factory=list)
-    """(HTTP status, verb) for coming requests of that verb; status 0 hangs up without an answer."""
+    """(HTTP status, verb) for coming requests of that verb; 0 hangs up without an answer, 200 is a proxy's own page."""
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
     """(verb, path with query, body) of every request that was served."""
 
@@ -198,6 +198,9 @@ def _serve(handler: _Handler, contract: Contract, known: list[Operation]) -> Non
         contract.trouble.remove(due)
         if due[0] == 0:
             handler.close_connection = True
+            return
+        if due[0] == 200:
+            handler.send(200, {"page": "Who are you?"})
             return
         handler.send(due[0], {"code": GRPC_CODES.get(due[0], 13), "message": "trouble on demand", "details": []})
         return

@@ -77,9 +77,7 @@ def test_kfps_own_client_gets_along_with_it(contract: Contract, tmp_path: Path) 
     """It is made after the API and not after our own calls: the methods that people call in notebooks work as well."""
     path = tmp_path / "pipeline.yaml"
     path.write_text(compile_to_text(tea_party(note="mild", minutes=7)))
-    pipeline_id = contract.state.serve("pipeline_service_create_pipeline", {}, {}, {"display_name": "tea"})[
-        "pipeline_id"
-    ]
+    pipeline = contract.state.serve("pipeline_service_create_pipeline", {}, {}, {"display_name": "tea"})
     with pytest.warns(FutureWarning):
         client = kfp.Client(host=contract.url)
     experiment_id = client.create_experiment("notebook").experiment_id

@@ -203,6 +203,14 @@ def test_a_token_is_read_anew_for_every_request(contract: Contract, tmp_path: Pa
     assert "cannot be read" in refusal(Connection(host=contract.url, token_file=tmp_path / "tokens"))
 
 
+def test_a_proxy_that_answers_for_the_server_is_noticed(contract: Contract, package: Package) -> None:
+    api = kfp_api.connect(Connection(host=contract.url))
+    contract.trouble = [(200, "POST")]
+    with pytest.raises(OSError, match="answers, but not as the API"):
+        submit.submit(api, asked(package))
+    assert contract.state.pipelines == {}
+
+
 def test_many_users(package: Package) -> None:
     with serving(multi_user=True) as contract:
         assert "--namespace: missing" in refusal(Connection(host=contract.url))
