@@ -10,7 +10,6 @@ import torch
 from reflux.components.algorithms.losses import (
     OBJECTIVES,
     beta_jsd,
-    bucketed,
     cross_entropy,
     forward_kl,
     log_probabilities,
@@ -18,6 +17,7 @@ from reflux.components.algorithms.losses import (
     skew_forward_kl,
     skew_reverse_kl,
 )
+from reflux.kernels.topk_kl import bucketed
 
 EVERY = pytest.mark.parametrize("name", sorted(OBJECTIVES))
 BETAS = pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9])
@@ -222,3 +222,20 @@ def test_padded_rows_of_the_embedding_take_no_part():
     assert torch.equal(logprobs_NV, logits_NV.log_softmax(-1))
     (gradient_NP,) = torch.autograd.grad(forward_kl(logprobs_NV, log_probs(4, 10, 18)).sum(), padded_NP)
     assert (gradient_NP[:, 10:] == 0).all()
+
+
+@EVERY
+@pytest.mark.parametrize("rows", [1, 6])
+def test_views_are_as_good_as_copies(name: str, rows: int):
+    """Every second column of a wider tensor, a transpose, and one row that stands for all."""
+    wide_NV = log_probs(rows, 26, 20, spread=1).requires_grad_()
+    across_VN = log_probs(13, rows, 21, spread=1)
+    for teacher_NV in (across_VN.T, log_probs(1, 13, 22).expand(rows, -1)):
+        views = wide_NV[:, ::2], teacher_NV
+        found, expected = (
+            OBJECTIVES[name](student_NV, teacher_NV, 0.3)
+            for student_NV, teacher_NV in (views, tuple(view.contiguous() for view in views))
+        )
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(value_N.sum(), wide_NV, retain_graph=True)[0] for value_N in (found, expected)]
+        torch.testing.assert_close(*gradients)
