@@ -24,31 +24,40 @@ def padded(sequences: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch
 
 
 def packed(
-    sequences: Sequence[Sequence[int]], pad_token_id: int
+    sequences: Sequence[Sequence[int]], pad_token_id: int, row_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
     """Token ids and position ids, both [R, T] int64, and the row and column at which each sequence begins.
 
-    Each goes, the longest first, into the first row that has room. Positions begin anew with each sequence, and that is
-    how transformers tells them apart when it is given no mask: no token attends to another sequence.
+    Rows of at most `row_tokens`, or of the longest sequence if that is longer, and as few places as first fit by
+    falling length finds. Positions begin anew with each sequence, and that is how transformers tells them apart when it
+    is given no mask: no token attends to another sequence.
     """
-    longest = max(len(ids) for ids in sequences)
-    rows: list[list[int]] = []
-    positions: list[list[int]] = []
-    places = [(0, 0)] * len(sequences)
-    for index in sorted(range(len(sequences)), key=lambda index: -len(sequences[index])):
-        ids = sequences[index]
-        row = next((r for r, there in enumerate(rows) if len(there) + len(ids) <= longest), len(rows))
-        if row == len(rows):
-            rows.append([])
-            positions.append([])
-        places[index] = (row, len(rows[row]))
-        rows[row] += ids
-        positions[row] += range(len(ids))
-    for there, at in zip(rows, positions, strict=True):
-        free = longest - len(there)
-        there += [pad_token_id] * free
-        at += range(free)
-    return torch.tensor(rows), torch.tensor(positions), places
+    lengths = [len(ids) for ids in sequences]
+    widths = range(max(lengths), max(row_tokens, max(lengths)) + 1)
+    places, rows, width = min((_first_fit(lengths, width) for width in widths), key=lambda found: found[1] * found[2])
+    input_RT = torch.full((rows, width), pad_token_id)
+    position_RT = torch.arange(width).repeat(rows, 1)
+    filled = [0] * rows
+    for ids, (row, begin) in zip(sequences, places, strict=True):
+        input_RT[row, begin : begin + len(ids)] = torch.tensor(ids)
+        position_RT[row, begin : begin + len(ids)] = torch.arange(len(ids))
+        filled[row] = max(filled[row], begin + len(ids))
+    for row, end in enumerate(filled):
+        position_RT[row, end:] = torch.arange(width - end)  # padding is a sequence of its own
+    return input_RT, position_RT, places
+
+
+def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[tuple[int, int]], int, int]:
+    """The place of each sequence in rows of `width`, the number of rows, and how wide they are filled."""
+    filled: list[int] = []
+    places = [(0, 0)] * len(lengths)
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        row = next((r for r, end in enumerate(filled) if end + lengths[index] <= width), len(filled))
+        if row == len(filled):
+            filled.append(0)
+        places[index] = (row, filled[row])
+        filled[row] += lengths[index]
+    return places, len(filled), max(filled)
 
 
 def batched(sequences: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:

@@ -100,7 +100,7 @@ class DistillConfig:
     micro_batch_sequences: int = 4
     """Sequences per forward; the loss does not depend on it but for rounding."""
     packing: bool = False
-    """Lay the sequences of a forward end to end in rows as long as the longest, instead of padding each to it."""
+    """Lay the sequences of a forward end to end in rows of at most max_sequence_tokens, instead of padding each."""
     max_sequence_tokens: int = 256
     """Prompt and answer together; longer sequences are cut and counted."""
     compute_dtype: str = choice("float32", ("float32", "bfloat16", "auto"))

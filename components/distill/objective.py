@@ -50,7 +50,8 @@ class DistillationLoss:
         """`compute_dtype` is that of the passes through the layers; logits and losses are float32 whatever it is."""
         self.config, self.compute_dtype = config, compute_dtype
         self.student, self.teacher = (
-            scorer(model, tokenizer, compute_dtype, packing=config.packing) for model in (student, teacher)
+            scorer(model, tokenizer, compute_dtype, row_tokens=config.max_sequence_tokens if config.packing else 0)
+            for model in (student, teacher)
         )
 
     def __call__(self, sequences: Iterable[Sequence], observed: Observed | None = None) -> Tensor:

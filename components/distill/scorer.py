@@ -30,15 +30,15 @@ class Scorer:
     pad: int
     compute_dtype: torch.dtype
     """Of the passes through the layers; logits are float32 whatever it is."""
-    packing: bool = False
-    """Whether sequences stand end to end in the rows of a forward."""
+    row_tokens: int = 0
+    """Longest row of a forward in which sequences stand end to end; 0: each has a row of its own."""
 
     def hidden(self, sequences: Several[Sequence]) -> Tensor:
         """[N, D] the hidden states from which the scored tokens are predicted."""
         token_ids = [s.token_ids for s in sequences]
         mask: Tensor | None = None
-        if self.packing:
-            input_RT, position_RT, places = packed(token_ids, self.pad)
+        if self.row_tokens:
+            input_RT, position_RT, places = packed(token_ids, self.pad, self.row_tokens)
         else:
             input_RT, mask, position_RT = padded(token_ids, self.pad)
             places = [(row, 0) for row in range(len(sequences))]
@@ -86,7 +86,7 @@ class Scorer:
         return next(self.model.parameters()).device
 
 
-def scorer(model: Any, tokenizer: Any, compute_dtype: torch.dtype, *, packing: bool = False) -> Scorer:
+def scorer(model: Any, tokenizer: Any, compute_dtype: torch.dtype, *, row_tokens: int = 0) -> Scorer:
     """With the model's own head and the transforms behind it, padding and words of the tokenizer."""
     return Scorer(
         model=model,
@@ -94,7 +94,7 @@ def scorer(model: Any, tokenizer: Any, compute_dtype: torch.dtype, *, packing: b
         vocab_size=len(tokenizer),
         pad=tokenizer.pad_token_id or 0,
         compute_dtype=compute_dtype,
-        packing=packing,
+        row_tokens=row_tokens,
     )
 
 

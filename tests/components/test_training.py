@@ -66,9 +66,11 @@ def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(chain: Chain) -> 
 
 def test_packing_needs_fewer_places_for_the_same_tokens() -> None:
     sequences = [[7] * length for length in (3, 40, 11, 25, 8, 39, 2)]
-    input_RT, position_RT, places = packed(sequences, 0)
+    input_RT, position_RT, places = packed(sequences, 0, 64)
     tokens = sum(map(len, sequences))
-    assert input_RT.numel() == 4 * 40 < padded(sequences, 0)[0].numel() == 7 * 40
+    assert input_RT.numel() <= 1.1 * tokens < padded(sequences, 0)[0].numel() == 7 * 40
+    assert input_RT.shape[1] <= 64
+    assert packed(sequences, 0, 8)[0].shape[1] == 40  # no row is shorter than the longest sequence
     assert int((input_RT == 7).sum()) == tokens
     for ids, (row, begin) in zip(sequences, places, strict=True):
         assert position_RT[row, begin : begin + len(ids)].tolist() == [*range(len(ids))]
