@@ -260,4 +260,6 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    # a pod that is evicted, or whose run is terminated, gets this before it is killed: time to tell MLflow
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main(sys.argv[1:]))

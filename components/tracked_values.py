@@ -21,6 +21,7 @@ _DIGEST_CHARACTERS = 36  # MLflow's limit for a dataset's digest; the whole dige
 _METRICS_PER_CALL = 1000  # MLflow's limit
 _PARAMS_PER_CALL = 100  # MLflow's limit
 _TRIES = 3
+_LAST_STEP = "reflux.last_step"
 
 
 def log_params(client: Any, run_id: str, params: Mapping[str, Any]) -> None:
@@ -68,26 +69,27 @@ def log_inputs(client: Any, run_id: str, parents: Mapping[str, Artifact], source
 
 def log_points(client: Any, run_id: str, points: list[MetricPoint]) -> None:
     """Log points with the times that they carry."""
-    from mlflow.entities import Metric
+    from mlflow.entities import Metric, RunTag
 
     metrics = [
         Metric(key=name, value=value, timestamp=point.time_ms, step=point.step)
         for point in points
         for name, value in point.values.items()
     ]
+    last = [RunTag(_LAST_STEP, str(points[-1].step))] if points else []
     for start in range(0, len(metrics), _METRICS_PER_CALL):
-        client.log_batch(run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
+        client.log_batch(run_id, metrics=metrics[start : start + _METRICS_PER_CALL], tags=last)
 
 
-def log_final_metrics(client: Any, run_id: str, artifact: Artifact, *, step: int) -> None:
-    """Metrics of the whole stage, at the time when its artifact was finished, which is the same for every attempt.
-
-    A value that the run already shows is not logged at a second step.
+def log_final_metrics(client: Any, run_id: str, artifact: Artifact) -> None:
+    """Metrics of the whole stage, at the last step that the run shows, and at the time when the artifact was finished:
+    both are the same for every attempt. A value that the run already shows is not logged again.
     """
-    shown = client.get_run(run_id).data.metrics
+    data = client.get_run(run_id).data
     finished = artifact.record.finished
     time_ms = int(datetime.fromisoformat(finished).timestamp() * 1000) if finished else time.time_ns() // 1_000_000
-    new = {name: value for name, value in artifact.metrics.items() if shown.get(name) != value}
+    new = {name: value for name, value in artifact.metrics.items() if data.metrics.get(name) != value}
+    step = int(data.tags.get(_LAST_STEP, 0))
     log_points(client, run_id, [MetricPoint(step=step, time_ms=time_ms, values=new)])
 
 

@@ -145,7 +145,6 @@ class StageRun:
     finished_before: bool
     attempt: str = field(default_factory=lambda: uuid.uuid4().hex)
     taken_over: bool = False
-    last_step: int = 0
     waiting: list[MetricPoint] = field(default_factory=list)
 
     def publish(self, points: list[MetricPoint]) -> None:
@@ -171,7 +170,7 @@ class StageRun:
             tags["reused_from"] = self._origin(artifact)
         run_tree.set_tags(self.client, self.run_id, tags)
         if not self.opened_by_kfp:
-            tracked_values.log_final_metrics(self.client, self.run_id, artifact, step=self.last_step)
+            tracked_values.log_final_metrics(self.client, self.run_id, artifact)
         with tempfile.TemporaryDirectory() as folder:
             for name, page in pages.items():
                 path = Path(folder, name)
@@ -193,7 +192,6 @@ class StageRun:
         mine = self._is_mine()
         if mine:
             tracked_values.log_points(self.client, self.run_id, self.waiting)
-        self.last_step = max([self.last_step, *(point.step for point in self.waiting)])
         self.waiting.clear()
         return mine
 
