@@ -49,8 +49,8 @@ def run(parameters: Mapping[str, Any]) -> None:
     what is wrong: field, value, and what is allowed.
     """
     given = dict(parameters)
-    configs = final_configs(given)
     _require_same_version(given["compiled_by"])
+    configs = final_configs(given)
     run_name = given["run"] or given["job"]
     for name, value in {"store": given["store"], "run": run_name}.items():
         if not value:
@@ -76,7 +76,7 @@ def final_configs(given: Mapping[str, Any]) -> dict[str, Any]:
     configs: dict[str, Any] = {
         stage: declare.from_mapping(_config_class(stage), values) for stage, values in given["configs"].items()
     }
-    changes = dict(given["overrides"])
+    changes = dict(given["overrides"] or {})
     overrides.require_no_sources(changes)
     for name, stage in _FIELDS.items():
         if isinstance(changes.setdefault(stage, {}), Mapping):  # if it is none, `laid_over` says so
@@ -101,6 +101,7 @@ def _require_same_version(compiled_by: str) -> None:
 def _require_room(configs: Mapping[str, Any], settings: Any) -> None:
     """Every pod fetches what lies in S3 before it works; a full disk would show in the middle of that."""
     from reflux.components import sources
+    from reflux.components.provenance import public_uri
 
     uris = {uri for config in configs.values() for uri in declare.source_fields(config).values()}
     needed = {uri: sources.bytes_to_fetch(uri, settings) for uri in sorted(uris)}
@@ -111,6 +112,6 @@ def _require_room(configs: Mapping[str, Any], settings: Any) -> None:
         largest = max(needed, key=needed.__getitem__)
         raise ValueError(
             f"disk {there}: {free / 1e9:.1f} GB are free, and what has to be fetched takes "
-            f"{sum(needed.values()) / 1e9:.1f} GB, of which {largest} {needed[largest] / 1e9:.1f}; "
+            f"{sum(needed.values()) / 1e9:.1f} GB, of which {public_uri(largest)} {needed[largest] / 1e9:.1f}; "
             "give the pods a larger volume and name it in REFLUX_CACHE"
         )

@@ -111,6 +111,7 @@ def test_as_on_a_cluster_with_everything_in_s3(
     assert "SignatureDoesNotMatch" in line or "secret key" in line
 
 
+@pytest.mark.slow
 def test_the_whole_runs_parameters_are_in_mlflow_and_the_task_is_no_run(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
