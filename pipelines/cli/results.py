@@ -49,10 +49,15 @@ def label_tasks(run: str, output: Path, limit: int | None, store: str, endpoint:
 @click.argument("run_or_bundle", metavar="RUN_OR_BUNDLE|models:/NAME@ALIAS|sha256:…")
 @AS_JSON
 @click.option("--expect", metavar="sha256:…", help="The digest that the root must have.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Also write it as a page, to FILE."
+)
 @OTHER_STORE
 @ENDPOINT
 @DATA_DIR
-def lineage(run_or_bundle: str, as_json: bool, expect: str | None, store: str, endpoint: str, data_dir: Path) -> None:
+def lineage(
+    run_or_bundle: str, as_json: bool, expect: str | None, html: Path | None, store: str, endpoint: str, data_dir: Path
+) -> None:  # fmt: skip
     """Rebuild where a run or a bundle came from, from manifests alone, and verify every digest on the way.
 
     With --store the digest of an artifact, such as a run's root, is enough: nothing but the store is read.
@@ -61,6 +66,11 @@ def lineage(run_or_bundle: str, as_json: bool, expect: str | None, store: str, e
 
     chain = lineages.verify(run_or_bundle, expect=expect, store=store, endpoint=endpoint, data_dir=data_dir)
     click.echo(json.dumps(chain.to_json(), indent=2)) if as_json else lineages.show(chain)
+    if html is not None:
+        from reflux.pipelines import lineage_page
+
+        html.write_text(lineage_page.render(chain, of=run_or_bundle), encoding="utf-8")
+        click.echo(f"page: {html}", err=True)
     if chain.mismatches:
         for mismatch in chain.mismatches:
             click.echo(f"does not match: {mismatch}", err=True)

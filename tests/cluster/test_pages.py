@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import browser
+import finished_run
 import pytest
 import tiny_chain
 from browser import Window
+from click.testing import CliRunner
 from stage_writers import writer_for
 
 from reflux.components.calibrate import stage as calibrate
 from reflux.components.calibrate.config import CalibrateConfig
 from reflux.components.evaluate import stage as evaluate
 from reflux.components.evaluate.config import EvaluateConfig
+from reflux.pipelines.__main__ import cli
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +80,25 @@ def test_the_profile_is_one_click_from_the_report(folder: Path, window: Window) 
     assert page.locator("figure svg").count() == 5
     assert all(figure.is_visible() for figure in page.locator("figure svg").all())
     assert window.is_clean()
+
+
+def test_the_lineage(tmp_path: Path) -> None:
+    """From the root to the prompts by clicking on what each artifact was made from."""
+    run = finished_run.make(tmp_path / "data")
+    path = tmp_path / "lineage.html"
+    assert CliRunner().invoke(cli, ["lineage", str(run), "--html", str(path)]).exit_code == 0
+    with browser.window(tmp_path.as_uri()) as opened:
+        page = opened.page
+        page.goto(path.as_uri())
+        assert page.get_by_text("verified: 6 artifacts").is_visible()
+        assert page.locator("table").first.is_visible()
+        page.get_by_role("link", name="evaluate").click()
+        for stage in ("calibrate", "distill", "collect_traces"):
+            here = page.locator("h2:target + div")
+            here.get_by_role("link", name=stage).click()
+            assert page.locator("h2:target").inner_text() == stage
+        assert page.locator("h2:target + div").get_by_text("prompts.jsonl").is_visible()
+        assert opened.is_clean()
 
 
 def test_a_page_that_asks_the_network_is_found(tmp_path: Path) -> None:
