@@ -80,7 +80,7 @@ def test_long_answers_are_cut_with_their_distributions(chain: Chain) -> None:
     ("options", "message"),
     [
         ({"compute_dtype": "float16"}, "compute_dtype 'float16': allowed are float32, bfloat16, auto"),
-        ({"export": "best"}, "export 'best': allowed are ema, last"),
+        ({"export": "worst"}, "export 'worst': allowed are ema, last, best"),
         ({"ema_decay": 0.0}, "export 'ema': needs an ema_decay above 0"),
         ({"ema_decay": 1.0}, r"ema_decay 1\.0: must be in \[0, 1\)"),
         ({"beta": 1.5}, r"beta 1\.5: must be in \[0, 1\]"),
