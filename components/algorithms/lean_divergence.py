@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reflux.kernels.divergences import Mixture
 
-def mixture_divergence(
-    student_NV: Tensor, teacher_NV: Tensor, *, share: float, of_teacher: float, of_student: float
-) -> Tensor:
-    """[N] nats: of_teacher * KL(T ‖ M) + of_student * KL(S ‖ M), M = share * T + (1 − share) * S. Differentiable once
-    in the student; a token of probability zero adds nothing, whatever stands in it.
+
+def mixture_divergence(student_NV: Tensor, teacher_NV: Tensor, mixture: Mixture) -> Tensor:
+    """[N] nats: `kernels.divergences.divergence`, differentiable once in the student; a token of probability zero adds
+    nothing, whatever stands in it.
     """
-    return _MixtureDivergence.apply(student_NV, teacher_NV, share, of_teacher, of_student)
+    return _MixtureDivergence.apply(student_NV, teacher_NV, mixture.share, mixture.of_teacher, mixture.of_student)
 
 
 class _MixtureDivergence(torch.autograd.Function):

@@ -20,16 +20,18 @@ from torch.nn.functional import pad
 
 from reflux.components.algorithms.chunked_loss import TokenLoss, chunked_loss
 from reflux.components.algorithms.losses import (
+    MIXTURES,
     OBJECTIVES,
-    bucketed,
     log_probabilities,
     sampled_cross_entropy,
     sampled_forward_kl,
 )
 from reflux.components.algorithms.written_losses import WRITTEN_OBJECTIVES, Written, discounted_later, drawn_from
+from reflux.kernels.topk_kl import bucketed
 
 from .config import DistillConfig
 from .examples import Sequence
+from .fused import bucket_logprobs, summed_divergences
 from .observed import Observed, against_buckets, against_whole, entropy, observed_rows
 from .scorer import scored_token_ids, scorer
 from .stored import SampledTeacher, SparseTeacher
@@ -73,6 +75,13 @@ class DistillationLoss:
         terms = self.config.rollout_terms
         with torch.no_grad():
             teacher_ND = self.teacher.hidden(rollouts)
+        mixtures = [(t.weight, MIXTURES[t.name](self.config.parameter(t))) for t in terms if t.name in MIXTURES]
+        if len(mixtures) == len(terms):
+            fused = summed_divergences(self.student, self.teacher, hidden_ND, teacher_ND, mixtures)
+            if fused is not None:
+                if observed is not None and len(hidden_ND):
+                    self._observe_rollouts(hidden_ND.detach(), teacher_ND, observed)
+                return fused
         written = self._written(hidden_ND.detach(), teacher_ND, rollouts)
 
         def token_loss(logits_CP: Tensor, rows: slice) -> Tensor:
@@ -86,21 +95,35 @@ class DistillationLoss:
 
         return chunked_loss(hidden_ND, self.student.head, token_loss)
 
+    @torch.no_grad()
+    def _observe_rollouts(self, hidden_ND: Tensor, teacher_ND: Tensor, observed: Observed) -> None:
+        seen = observed_rows(slice(0, len(hidden_ND)), len(hidden_ND))
+        whole = self.student.log_probabilities(hidden_ND[seen]), self.teacher.log_probabilities(teacher_ND[seen])
+        observed.add(against_whole(*whole))
+
     def _on_traces(self, hidden_ND: Tensor, traces: list[Sequence], observed: Observed | None) -> Tensor:
         sparse = [s.teacher for s in traces if isinstance(s.teacher, SparseTeacher)]
         sampled = [s.teacher for s in traces if isinstance(s.teacher, SampledTeacher)]
         assert not (sparse and sampled), "traces of one artifact are in one store"
         token_ids_N = scored_token_ids(traces).to(hidden_ND.device)
-        token_loss = (
-            self._over_buckets(sparse, token_ids_N, observed)
-            if sparse
-            else self._over_draws(sampled, token_ids_N, observed)
-        )
-        return chunked_loss(hidden_ND, self.student.head, token_loss)
+        if sparse:
+            return self._over_buckets(hidden_ND, sparse, token_ids_N, observed)
+        return chunked_loss(hidden_ND, self.student.head, self._over_draws(sampled, token_ids_N, observed))
 
-    def _over_buckets(self, stored: list[SparseTeacher], token_ids_N: Tensor, observed: Observed | None) -> TokenLoss:
+    def _over_buckets(
+        self, hidden_ND: Tensor, stored: list[SparseTeacher], token_ids_N: Tensor, observed: Observed | None
+    ) -> Tensor:
         kept_NK = torch.cat([teacher.token_ids_TK for teacher in stored]).to(token_ids_N.device)
         teacher_NB = torch.cat([teacher.logprobs_TB for teacher in stored]).to(token_ids_N.device)
+        terms = self.config.trace_terms
+        student_NB = bucket_logprobs(self.student, hidden_ND, kept_NK)
+        if student_NB is not None:
+            if observed is not None and len(kept_NK):
+                seen = observed_rows(slice(0, len(kept_NK)), len(kept_NK))
+                with torch.no_grad():
+                    student_nV = self.student.log_probabilities(hidden_ND[seen])
+                observed.add(against_buckets(student_nV, student_NB[seen], teacher_NB[seen], kept_NK[seen]))
+            return self._sum(terms, student_NB, teacher_NB, lambda: self._fused_written(hidden_ND, token_ids_N)).sum()
 
         def token_loss(logits_CP: Tensor, rows: slice) -> Tensor:
             student_CV = log_probabilities(logits_CP, self.student.vocab_size)
@@ -110,9 +133,14 @@ class DistillationLoss:
                 parts = (student_CV, student_CB, teacher_NB[rows], kept_NK[rows])
                 observed.add(against_buckets(*(part[seen] for part in parts)))
             written = Written(student_N=_at(student_CV, token_ids_N[rows]))
-            return self._sum(self.config.trace_terms, student_CB, teacher_NB[rows], lambda: written)
+            return self._sum(terms, student_CB, teacher_NB[rows], lambda: written)
 
-        return token_loss
+        return chunked_loss(hidden_ND, self.student.head, token_loss)
+
+    def _fused_written(self, hidden_ND: Tensor, token_ids_N: Tensor) -> Written:
+        own_NB = bucket_logprobs(self.student, hidden_ND, token_ids_N[:, None])
+        assert own_NB is not None, "the buckets of the same hidden states were fused"
+        return Written(student_N=own_NB[:, 0])
 
     def _over_draws(self, stored: list[SampledTeacher], token_ids_N: Tensor, observed: Observed | None) -> TokenLoss:
         """What is linear in the teacher's probabilities, which is all that draws can serve

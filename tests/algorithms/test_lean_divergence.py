@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from reflux.components.algorithms.lean_divergence import mixture_divergence
+from reflux.kernels.divergences import Mixture, jsd
 
 CASES = pytest.mark.parametrize(
     ("share", "of_teacher", "of_student"),
@@ -36,7 +37,8 @@ def test_value_and_gradient_are_those_of_the_formula(
     logits_NV = torch.randn(shape, dtype=torch.float64, generator=generator).mul_(4).requires_grad_()
     teacher_NV = torch.randn(shape, dtype=torch.float64, generator=generator).mul_(4).log_softmax(-1)
     student_NV = logits_NV.log_softmax(-1)
-    found_N = mixture_divergence(student_NV, teacher_NV, share=share, of_teacher=of_teacher, of_student=of_student)
+    mixture = Mixture(share=share, of_teacher=of_teacher, of_student=of_student)
+    found_N = mixture_divergence(student_NV, teacher_NV, mixture)
     expected_N = formula(student_NV, teacher_NV, share, of_teacher, of_student)
     torch.testing.assert_close(found_N, expected_N, rtol=1e-9, atol=1e-12)
     weight_N = torch.rand(shape[0], dtype=torch.float64, generator=generator)
@@ -52,9 +54,9 @@ def test_value_and_gradient_are_those_of_the_formula(
 def test_what_is_impossible_for_both_adds_nothing(share: float, of_teacher: float, of_student: float) -> None:
     student_NV = torch.tensor([[0.0, -1.0, -torch.inf, -300.0]], requires_grad=True)
     teacher_NV = torch.tensor([[-0.5, -1.0, -torch.inf, -310.0]])
-    weights = {"share": share, "of_teacher": of_teacher, "of_student": of_student}
-    found_N = mixture_divergence(student_NV, teacher_NV, **weights)
-    torch.testing.assert_close(found_N, mixture_divergence(student_NV[:, :2], teacher_NV[:, :2], **weights))
+    mixture = Mixture(share=share, of_teacher=of_teacher, of_student=of_student)
+    found_N = mixture_divergence(student_NV, teacher_NV, mixture)
+    torch.testing.assert_close(found_N, mixture_divergence(student_NV[:, :2], teacher_NV[:, :2], mixture))
     found_N.sum().backward()
     assert student_NV.grad.isfinite().all()
     assert student_NV.grad[0, 2:].tolist() == [0.0, 0.0]
@@ -62,6 +64,6 @@ def test_what_is_impossible_for_both_adds_nothing(share: float, of_teacher: floa
 
 def test_nothing_is_kept_where_no_gradient_is_asked() -> None:
     student_NV = torch.zeros(2, 3).log_softmax(-1)
-    found_N = mixture_divergence(student_NV, student_NV, share=0.5, of_teacher=0.5, of_student=0.5)
+    found_N = mixture_divergence(student_NV, student_NV, jsd(0.5))
     assert found_N.grad_fn is None
     assert found_N.tolist() == [0.0, 0.0]
