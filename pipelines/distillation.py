@@ -67,5 +67,6 @@ def distillation(config: "Recipe", image: str = "", *, name: str, attended: bool
             judged = {"bundle": bundle, "eval_text_uri": eval_text_uri, "registered_model": registered_model, **seen}
             evaluate(config.evaluate, **judged, **models, **at)
 
-    objectives = sorted({*OBJECTIVES, config.distill.objective})
+    everywhere = {objective for objective, traits in OBJECTIVES.items() if not traits.only_on}
+    objectives = sorted({*everywhere, config.distill.objective})
     return with_choices(pipeline, {"recipe": [name], "objective": objectives})
