@@ -16,9 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import RecordScope, _ExperimentalConfig
+from torch.autograd import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    _disable_profiler,
+    _enable_profiler,
+    _prepare_profiler,
+)
 
 MARK = "RESULT "
-ROLLOUTS = "rollouts of the step"
+ROLLOUTS, MEASURED = "rollouts of the step", "the step that is measured"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +66,8 @@ class Step:
     scored_s: float
     cpu_s: float
     """Of all threads, which other work on the machine hardly touches."""
+    rss_bytes: int
+    """The most that was resident during the step."""
 
 
 def commands() -> Iterator[dict[str, Any]]:
@@ -76,6 +87,7 @@ class Stopwatch:
         self.start()
 
     def start(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark of RSS begins anew
         self.rollout_s, self.tokens, self.begin, self.cpu = 0.0, 0, time.perf_counter(), time.process_time()
 
     def rollouts(self, make: Callable[[], Any], lengths: Callable[[Any], list[int]]) -> Any:
@@ -93,47 +105,52 @@ class Stopwatch:
             rollout_s=self.rollout_s,
             scored_s=whole_s - self.rollout_s,
             cpu_s=time.process_time() - self.cpu,
+            rss_bytes=int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024,
         )
 
 
 class Allocations:
-    """Between enter and exit: the peak of what torch allocated beyond what was there before, and of RSS."""
+    """Every allocation of torch from the making of this object until the end of the step that is measured.
+
+    It has to see the models come, or it would not know how much memory goes when a weight is let go. Of the profiler
+    only allocations and the marks set here are recorded, not operations, which would be gigabytes.
+    """
 
     def __init__(self) -> None:
-        self.profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        )
+        config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
+        _prepare_profiler(config, {ProfilerActivity.CPU})
+        _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
 
-    def __enter__(self) -> Allocations:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark of RSS begins anew
-        self.profile.__enter__()
-        return self
+    def begin(self) -> None:
+        self.step = torch.profiler.record_function(MEASURED)
+        self.step.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        self.rss_bytes = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
-        self.profile.__exit__(None, None, None)
-        events = self.profile.profiler.kineto_results.events()
-        allocated = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-        spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == ROLLOUTS]
-        now = self.peak_bytes = self.rollout_peak_bytes = 0
-        for at_ns, change in allocated:
+    def end(self, model: torch.nn.Module) -> dict[str, float]:
+        """Peaks of the step above what was there when it began: models and optimizer state. Gradients are part of the
+        floor too, so their size is taken off.
+        """
+        self.step.__exit__(None, None, None)
+        events = _disable_profiler().events()
+        ((begin_ns, end_ns),) = _spans(events, MEASURED)
+        rollouts = [span for span in _spans(events, ROLLOUTS) if span[0] >= begin_ns]
+        now = base = scored_peak = rollout_peak = 0
+        for at_ns, change in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
             now += change
-            if any(begin <= at_ns <= end for begin, end in spans):
-                self.rollout_peak_bytes = max(self.rollout_peak_bytes, now)
-            else:
-                self.peak_bytes = max(self.peak_bytes, now)
+            if at_ns < begin_ns:
+                base = now
+            elif any(begin <= at_ns <= end for begin, end in rollouts):
+                rollout_peak = max(rollout_peak, now - base)
+            elif at_ns <= end_ns:
+                scored_peak = max(scored_peak, now - base)
+        gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        return {
+            "above_floor_mb": max(scored_peak - gradients, rollout_peak - gradients, 0) / 1e6,
+            "rollout_peak_mb": rollout_peak / 1e6,
+        }
 
 
-def memory_of(model: torch.nn.Module, allocations: Allocations) -> dict[str, float]:
-    """Of one step, MB; gradients are part of the floor, and of the peak of the scored part only."""
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    above = max(allocations.peak_bytes - gradients, allocations.rollout_peak_bytes - gradients, 0)
-    return {
-        "above_floor_mb": above / 1e6,
-        "scored_peak_mb": (allocations.peak_bytes - gradients) / 1e6,
-        "rollout_peak_mb": allocations.rollout_peak_bytes / 1e6,
-        "rss_mb": allocations.rss_bytes / 1e6,
-    }
+def _spans(events: list[Any], name: str) -> list[tuple[int, int]]:
+    return [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == name]
 
 
 def train_decoder_layers(model: Any) -> None:

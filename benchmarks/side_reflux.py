@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from side import Allocations, Spec, Stopwatch, answer, commands, memory_of, read_spec
+from side import Allocations, Spec, Stopwatch, answer, commands, read_spec
 from transformers import AutoTokenizer
 
 from reflux.components import models
@@ -22,7 +22,8 @@ from reflux.components.distill.trainer import Trainer
 def main() -> None:
     spec = read_spec()
     torch.set_num_threads(spec.threads)
-    trainer, watch = trainer_of(spec), Stopwatch()
+    allocations, watch = Allocations(), Stopwatch()
+    trainer = trainer_of(spec)
     make = trainer.rollouts.engine
     trainer.rollouts.engine = lambda requests, sampling: watch.rollouts(
         lambda: make(requests, sampling), lambda made: [len(one.response_token_ids) for one in made]
@@ -31,9 +32,9 @@ def main() -> None:
         if command["do"] == "loss":
             answer({"loss_nats": loss_of(trainer, command["sequences"])})
         elif command["do"] == "memory":
-            with Allocations() as allocations:
-                trainer.advance()
-            answer(memory_of(trainer.student, allocations))
+            allocations.begin()
+            trainer.advance()
+            answer(allocations.end(trainer.student))
         else:
             watch.start()
             trainer.advance()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from side import Allocations, Spec, Stopwatch, answer, commands, memory_of, read_spec, train_decoder_layers
+from side import Allocations, Spec, Stopwatch, answer, commands, read_spec, train_decoder_layers
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DistillationConfig, DistillationTrainer
 
@@ -42,31 +42,29 @@ class Timed(DistillationTrainer):
 class Turns(TrainerCallback):
     """One step for each command."""
 
-    def __init__(self) -> None:
-        self.waiting, self.allocations = commands(), None
+    trainer: Timed
+
+    def __init__(self, allocations: Allocations) -> None:
+        self.waiting, self.allocations, self.do = commands(), allocations, ""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for command in self.waiting:
             if command["do"] == "loss":
                 answer({"loss_nats": self.trainer.loss_of(command["sequences"])})
                 continue
-            self.allocations = Allocations() if command["do"] == "memory" else None
-            if self.allocations is not None:
-                self.allocations.__enter__()
+            self.do = command["do"]
+            if self.do == "memory":
+                self.allocations.begin()
             self.trainer.watch.start()
             return
         raise SystemExit(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = self.trainer.watch.stop()
-        if self.allocations is None:
-            answer(asdict(step))
-        else:
-            self.allocations.__exit__()
-            answer(memory_of(self.trainer.model, self.allocations))
+        answer(self.allocations.end(self.trainer.model) if self.do == "memory" else asdict(step))
 
 
-def trainer_of(spec: Spec, output: Path) -> Timed:
+def trainer_of(spec: Spec, output: Path, allocations: Allocations) -> Timed:
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (spec.student, spec.teacher)
     )
@@ -85,7 +83,7 @@ def trainer_of(spec: Spec, output: Path) -> Timed:
     config = DistillationConfig(**options | spec.settings)
     trainer = Timed(
         model=student, teacher_model=teacher, args=config, train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=tokenizer, callbacks=[turns := Turns()],
+        processing_class=tokenizer, callbacks=[turns := Turns(allocations)],
     )  # fmt: skip
     trainer.watch, turns.trainer = Stopwatch(), trainer
     return trainer
@@ -100,4 +98,4 @@ def _padded(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Te
 if __name__ == "__main__":
     given = read_spec()
     torch.set_num_threads(given.threads)
-    trainer_of(given, Path(given.student).parent / "trl").train()
+    trainer_of(given, Path(given.student).parent / "trl", Allocations()).train()

@@ -116,7 +116,7 @@ def measured(shared: dict[str, Any], folder: Path, given: argparse.Namespace) ->
         found = {name: {"loss": ask[name]("loss", sequences=batch), "steps": []} for name in ask}
         for name in ask:
             ask[name]("step")  # makes the optimizer's state, which is part of the floor
-            found[name]["memory"] = ask[name]("memory")
+            found[name]["memory"] = ask[name]("memory")  # and is the last that is profiled
         for number in range(given.rounds):
             for name in ask if number % 2 == 0 else reversed(ask):
                 found[name]["steps"].append(ask[name]("step"))
@@ -169,7 +169,8 @@ def report(name: str, found: dict[str, dict[str, Any]]) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for side_name, of_side in found.items():
         rates = [spread(values) for values in zip(*map(step_rates, of_side["steps"]), strict=True)]
-        sizes = [f"{of_side['memory'][key]:.0f}" for key in ("above_floor_mb", "rollout_peak_mb", "rss_mb")]
+        sizes = [f"{of_side['memory'][key]:.0f}" for key in ("above_floor_mb", "rollout_peak_mb")]
+        sizes.append(f"{max(step['rss_bytes'] for step in of_side['steps']) / 1e6:.0f}")
         print(f"| {' | '.join([side_name, *rates, *sizes, format(of_side['loss']['loss_nats'], '.6f')])} |", flush=True)
 
 
