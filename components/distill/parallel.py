@@ -37,12 +37,11 @@ def shard(student: Any) -> None:
     body, layers = student.model, decoder_layers(student)
     mesh = init_device_mesh(next(body.parameters()).device.type, (processes.count(),))
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
+        cut_layer = fully_shard(layer, mesh=mesh)
+        cut_layer.set_gradient_divide_factor(1.0)
+        cut_layer.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing while it sums
     cut = {id(p) for p in layers.parameters()}
     fully_shard(body, mesh=mesh, ignored_params={p for p in body.parameters() if id(p) not in cut})
-    for layer in layers:
-        layer.set_gradient_divide_factor(1.0)
-        layer.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing while it sums
 
 
 def is_sharded(student: Any) -> bool:
@@ -66,7 +65,8 @@ def whole(student: Any) -> Iterator[None]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of a tensor; shares its memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    held = tensor.detach()
+    return held.to_local() if isinstance(held, DTensor) else held
 
 
 def like(value: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
