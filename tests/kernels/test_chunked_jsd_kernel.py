@@ -12,6 +12,7 @@ import pytest
 import torch
 from interpreter import DEVICE, KERNELS_RUN, poison, run_interpreted, runs_the_kernel, starts_the_interpreter
 
+from reflux.kernels.allocations import peak_bytes
 from reflux.kernels.chunked_jsd.reference import dense_divergence
 from reflux.kernels.divergences import FORWARD_KL, REVERSE_KL, Mixture, jsd
 from reflux.kernels.lm_head import LmHead
@@ -181,6 +182,20 @@ def test_a_model_and_itself(mixture: Mixture):
     hidden_ND, head, _, _, upstream_N = inputs(4, 12, 130, 9, 140, 130)
     found = ours(hidden_ND, head, hidden_ND, head, upstream_N, mixture)
     assert all(t.abs().max() < 2e-6 for t in found)
+
+
+@runs_the_kernel
+def test_memory_follows_the_block_and_not_the_vocabulary(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tiles, "VOCAB_BLOCK", 64)
+    *models, upstream_N = inputs(40, 8, 600, 8, 600, 600)
+    hidden_ND, head, teacher_ND, teacher_head = models
+    given, leaf_ND = (hidden_ND, head.weight_PD, teacher_ND, teacher_head.weight_PD), hidden_ND.requires_grad_()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        loss_N = ChunkedDivergence.apply(leaf_ND, head.weight_PD, head, teacher_ND, teacher_head, jsd(0.5))
+        return torch.autograd.grad(loss_N, leaf_ND, upstream_N)
+
+    assert peak_bytes(run, given, torch.device(DEVICE)) < 40 * 600 * 4 / 2  # half of one model's logits alone
 
 
 @runs_the_kernel

@@ -12,6 +12,7 @@ import pytest
 import torch
 from interpreter import DEVICE, KERNELS_RUN, poison, run_interpreted, runs_the_kernel, starts_the_interpreter
 
+from reflux.kernels.allocations import peak_bytes
 from reflux.kernels.divergences import divergence, jsd
 from reflux.kernels.lm_head import LmHead
 from reflux.kernels.topk_kl import bucketed
@@ -194,6 +195,19 @@ def test_no_tokens():
     empty = ours(hidden_ND[:0], head, ids_NK[:0], upstream_NB[:0])
     assert [t.shape for t in empty] == [(0, 5), (0, 12), (130, 12)]
     assert (empty[2] == 0).all()
+
+
+@runs_the_kernel
+def test_memory_follows_the_block_and_not_the_vocabulary(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tiles, "VOCAB_BLOCK", 64)
+    hidden_ND, head, ids_NK, upstream_NB = inputs(40, 8, 1200, 1200, 4)
+    given, leaf_ND = (hidden_ND, head.weight_PD, ids_NK, upstream_NB), hidden_ND.requires_grad_()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        buckets_NB = BucketLogits.apply(leaf_ND, head.weight_PD, head, ids_NK)
+        return torch.autograd.grad(buckets_NB, leaf_ND, upstream_NB)
+
+    assert peak_bytes(run, given, torch.device(DEVICE)) < 40 * 1200 * 4 / 4  # a quarter of the logits alone
 
 
 @runs_the_kernel
