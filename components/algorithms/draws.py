@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CANDIDATES = 512
-"""Tokens sorted for top_p before a full sort is tried: a nucleus is nearly always smaller, and sorting V is slow."""
+CANDIDATES = 64
+"""Tokens sorted for top_p at first, then eight times as many, and so on: most nuclei are small, and sorting V is slow.
+"""
 BLOCK = 256
 """Tokens whose mass is summed before it is known in which of them the draw falls: cumulating all V is slow."""
 
@@ -86,5 +87,5 @@ def _draw_from_nucleus(probs_BV: Tensor, top_p: float, uniform_B1: Tensor, candi
     if width < probs_BV.shape[-1]:
         beyond_B = mass_BK[:, -1] < top_p
         if beyond_B.any():
-            token_B[beyond_B] = _draw_from_nucleus(probs_BV[beyond_B], top_p, uniform_B1[beyond_B], probs_BV.shape[-1])
+            token_B[beyond_B] = _draw_from_nucleus(probs_BV[beyond_B], top_p, uniform_B1[beyond_B], 8 * candidates)
     return token_B
