@@ -155,18 +155,17 @@ def execute(package: str, component: Component, call: Call) -> None:
         tracking.end_pipeline(call.run, status="FINISHED", job=call.job, verdict=verdict, root=artifact.digest)
     print(f"{stage}: {'reused' if reused else 'made'} {artifact.digest}", flush=True)
 
-    mlflow_run = tracked.run_id if tracked else ""
-    links = {"mlflow_run_id": mlflow_run, "mlflow_run_url": tracked.url if tracked else "", "registered": version}
+    named = {"mlflow_run_id": tracked.run_id, "mlflow_run_url": tracked.url, "registered": version} if tracked else {}
+    links = {name: value for name, value in named.items() if value}
     contents = {
         **dict.fromkeys(component.outputs, artifact.bytes),
         **{name: pages[shard] for name, shard in component.html.items()},
         "metrics": shown.metrics_file(artifact),
-        "summary": shown.summary(artifact, reused=reused, mlflow_run=mlflow_run).encode(),
+        "summary": shown.summary(artifact, reused=reused, links=links).encode(),
     }
     digests = {"digest": artifact.digest, "key": artifact.key, "stage": stage, "reused": "yes" if reused else "no"}
-    digests |= {name: value for name, value in links.items() if value}
     metadata: dict[str, Mapping[str, str | float]] = {
-        **dict.fromkeys(component.outputs, digests),
+        **dict.fromkeys(component.outputs, digests | links),
         "metrics": shown.numbers(artifact),
     }
     made: dict[str, tuple[str, Mapping[str, str | float]]] = {}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reflux.components.artifacts import Artifact
@@ -25,12 +26,11 @@ def metrics_file(artifact: Artifact) -> bytes:
     return json.dumps(numbers(artifact), indent=2, sort_keys=True).encode()
 
 
-def summary(artifact: Artifact, *, reused: bool, mlflow_run: str = "") -> str:
-    """The page: what came out, what it was made from, how it was configured, what it holds."""
+def summary(artifact: Artifact, *, reused: bool, links: Mapping[str, str]) -> str:
+    """The page: what came out, what it was made from, how it was configured, what it holds; `links` lead elsewhere."""
     record = artifact.record
     known_as = {"digest": artifact.digest, "in the store": artifact.uri}
-    if mlflow_run:
-        known_as["MLflow run"] = mlflow_run
+    known_as |= {name.replace("_", " "): value for name, value in links.items()}
     if "verdict.pass" in artifact.metrics:
         known_as["verdict"] = "pass" if artifact.metrics["verdict.pass"] else "fail"
     parents = [(name, parent.stage, parent.digest) for name, parent in record.parents.items()]
@@ -69,7 +69,9 @@ def _table(head: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A code span: addresses and names come from other people, and Markdown would read them."""
+    """A web address as a link, all else as code: names come from other people, and Markdown would read them."""
     text = " ".join(str(value).split())
+    if re.fullmatch(r"https?://[^\s<>|]+", text):
+        return f"<{text}>"
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
     return f"`{text.replace('`', chr(39)).replace('|', chr(92) + '|')}`" if text else ""

@@ -69,7 +69,7 @@ def compile_(
 
 
 @click.command()
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path))
 @REQUIRE_DIGESTS
 def lint(file: Path, require_digests: bool) -> None:
     """What a Kubeflow cluster cannot run of FILE, a KFP specification or a PipelineVersion, whoever made it.
@@ -78,7 +78,11 @@ def lint(file: Path, require_digests: bool) -> None:
     """
     from reflux.pipelines import ir_lint
 
-    findings = ir_lint.lint(file.read_text(encoding="utf-8"), require_digests=require_digests)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: cannot be read ({error})") from None
+    findings = ir_lint.lint(text, require_digests=require_digests)
     for finding in findings:
         click.echo(finding)
     if findings:

@@ -76,6 +76,7 @@ def test_lint_reads_what_compile_wrote_and_what_others_did(tmp_path: Path) -> No
         (["store", "start", "--data-dir", "/dev/null/data"], "--data-dir /dev/null/data: cannot be written"),
         (["compile", "--recipe", "demo", "--require-digests"], "a tag is a name that moves"),
         (["lint", __file__], "not a KFP specification: "),
+        (["lint", "/nowhere/p.yaml"], "/nowhere/p.yaml: cannot be read"),
         (["compile", "--recipe", "demo", "-o", "no/p.yaml"], "--output no/p.yaml: there is no folder no"),
         (["compile", "--recipe", "demo", "-o", "/dev/null/p.yaml"], "--output /dev/null/p.yaml: cannot be written"),
     ],
