@@ -135,6 +135,7 @@ def test_every_container_is_confined(name: str) -> None:
         assert {"cpu", "memory"} <= spec["resources"]["requests"].keys(), container
         assert "memory" in spec["resources"]["limits"], container
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod["spec"].keys(), container
+        assert pod["spec"]["enableServiceLinks"] is False, "the Service mlflow would set MLFLOW_PORT to an address"
 
 
 @every_overlay
