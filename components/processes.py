@@ -51,6 +51,11 @@ def rank() -> int:
     return int(os.environ["RANK"]) if _together else 0
 
 
+def local_rank() -> int:
+    """Which of them on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0")) if _together else 0
+
+
 def is_first() -> bool:
     """Whether this process is the one that writes."""
     return rank() == 0

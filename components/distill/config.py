@@ -104,7 +104,7 @@ class DistillConfig:
     max_sequence_tokens: int = 256
     """Prompt and answer together; longer sequences are cut and counted."""
     compute_dtype: str = choice("float32", ("float32", "bfloat16", "auto"))
-    """float32, bfloat16, or auto: bfloat16 where the CPU multiplies it natively. Of the passes through the layers that
+    """float32, bfloat16, or auto: bfloat16 where CPU or GPU multiply it natively. Of the passes through the layers that
     are scored; master weights, logits, losses, rollouts and what is exported stay float32.
     """
     activation_checkpointing: bool = setting(False)
@@ -165,8 +165,11 @@ class DistillConfig:
     """Optimizer steps between tables of the student's answers, for people to read; 0 writes none."""
     generation_prompts: int = setting(4)
     """Prompts of the validation traces that it answers there, greedily."""
+    device: str = setting("auto", ("cpu", "cuda", "auto"))
+    """Where it trains: cpu, cuda (each process on the GPU of its local rank), or auto: cuda where there is one."""
     memory_gib: float = setting(0.0)
-    """Memory that this process may take, GiB; 0 takes what the machine has free. A run that needs more is refused."""
+    """Memory that this process may take, GiB; 0 takes what machine or GPU have free. A run that needs more is refused.
+    """
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from reflux.components import models, processes
 from reflux.components.algorithms.chunked_loss import CHUNK_TOKENS
 from reflux.components.algorithms.low_bit import FULL_PRECISION
@@ -26,6 +28,7 @@ from reflux.components.memory import available_gib
 from reflux.components.models import ModelShape
 
 from .config import DistillConfig
+from .student import device_of
 
 BASE = 0.55 * 2**30
 """The process with what it imports, its buffers, and what the allocator does not give back."""
@@ -88,14 +91,17 @@ def need(
 
 def need_of(config: DistillConfig, student: Path, teacher: Path) -> Need:
     """What this process, one of torchrun's if there are several, will take for the models behind two paths."""
-    dtype = str(models.compute_dtype(config.compute_dtype)).removeprefix("torch.")
+    dtype = str(models.compute_dtype(config.compute_dtype, device_of(config).type)).removeprefix("torch.")
     shapes = models.model_shape(student), models.model_shape(teacher)
     return need(config, *shapes, dtype, count=processes.started())
 
 
 def require_memory(needed: Need, config: DistillConfig) -> str:
     """A remark on what the training will need. ValueError if this machine has less."""
-    limit = config.memory_gib or available_gib()
+    device = device_of(config)
+    limit = config.memory_gib or (
+        torch.cuda.mem_get_info(device)[0] / GIB if device.type == "cuda" else available_gib()
+    )
     if limit is not None and needed.peak > limit:
         of = "distill.memory_gib allows" if config.memory_gib else "are available here"
         raise ValueError(

@@ -129,10 +129,19 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], largest: float) -> 
 
 
 def dealt(engine: Engine) -> Engine:
-    """An engine that leaves to each process its share of the requests, and has all answers at all of them."""
+    """An engine that leaves to each process its share of the requests, and has all answers at all of them. An error in
+    one process, which would wait for the others for ever, is one in all.
+    """
 
     def answer(requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        return processes.joined_shares(engine(processes.share(requests), sampling))
+        own, failure = list[Rollout](), ""
+        try:
+            own = engine(processes.share(requests), sampling)
+        except FloatingPointError as error:
+            failure = str(error)
+        if failures := [message for message in processes.gathered(failure) if message]:
+            raise FloatingPointError(failures[0])
+        return processes.joined_shares(own)
 
     return answer if processes.count() > 1 else engine
 

@@ -42,8 +42,10 @@ class Scorer:
         else:
             input_RT, mask, position_RT = padded(token_ids, self.pad)
             places = [(row, 0) for row in range(len(sequences))]
+        mask = None if mask is None else mask.to(self.device)
+        input_RT, position_RT = input_RT.to(self.device), position_RT.to(self.device)
         narrow = self.compute_dtype != torch.float32
-        with torch.autocast(input_RT.device.type, dtype=self.compute_dtype, enabled=narrow):
+        with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=narrow):
             hidden_RTD = final_hidden_states(self.model, input_RT, mask, position_RT).float()
         parts = [
             hidden_RTD[row, begin + s.first_scored - 1 : begin + len(s.token_ids) - 1]

@@ -24,7 +24,7 @@ from .examples import Sequence, require_contract, require_usable, training_examp
 from .memory import need_of, require_memory
 from .objective import DistillationLoss
 from .own_answers import answering
-from .student import make_student, scheme_of
+from .student import device_of, make_student, scheme_of
 from .trainer import NotFiniteError, Trainer
 from .training import Watched, choose, kept, train
 from .validation import validation_loss
@@ -49,9 +49,10 @@ def run(
     examples, validation = _split(training_examples(traces, config.max_sequence_tokens), config.validation_traces)
 
     policy = policy_table.decode(profile.file("policy_table.bin")) if scheme_of(config).needs_policy else None
-    model = make_student(config, models.load_model(student_path), policy)
-    teacher = models.load_model(student.source("teacher"))
-    loss = DistillationLoss(model, teacher, tokenizer, config, models.compute_dtype(config.compute_dtype))
+    device = device_of(config)
+    model = make_student(config, models.load_model(student_path), policy).to(device)
+    teacher = models.load_model(student.source("teacher")).to(device)
+    loss = DistillationLoss(model, teacher, tokenizer, config, models.compute_dtype(config.compute_dtype, device.type))
     if config.parallelism == "fsdp2" and processes.count() > 1:
         parallel.shard(model)
     phases = capped(schedule(config, has_policy=policy is not None), config.max_steps)

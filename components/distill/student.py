@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from reflux.components import processes
 from reflux.components.algorithms.low_bit import Scheme, apply_scheme
 from reflux.components.algorithms.policies import PositionTable
 from reflux.components.algorithms.recomputation import recompute_layers
 
 from .adapters import add_adapters
 from .config import DistillConfig
+
+
+def device_of(config: DistillConfig) -> torch.device:
+    """Of this process. ValueError if a GPU is asked for and there is none."""
+    here = torch.cuda.is_available()
+    if config.device == "cuda" and not here:
+        raise ValueError("distill.device 'cuda': this process sees no GPU; take 'cpu' or 'auto'")
+    return torch.device("cuda", processes.local_rank()) if here and config.device != "cpu" else torch.device("cpu")
 
 
 def scheme_of(config: DistillConfig) -> Scheme:

@@ -31,6 +31,9 @@ from .examples import Sequence
 from .objective import DistillationLoss
 from .observed import Observed
 
+PROMPTS_KEPT = 16
+"""Prompts that are kept when rollouts are not finite: what is wrong with the weights shows in any."""
+
 
 class NotFiniteError(FloatingPointError):
     """A loss or gradient that no step may be made of; `sequences` are those that gave it."""
@@ -155,9 +158,15 @@ class Trainer:
         """The step's sequences: rollouts and traces in the asked proportion, over the steps exactly."""
         config = self.config
         own = own_rollouts(self.step, config.batch_sequences, config.on_policy_fraction)
-        taken = self.rollouts.take(
-            own, batch=config.rollout_batch, score_prompts=config.score_prompts, max_tokens=config.max_sequence_tokens
-        )
+        options = {"score_prompts": config.score_prompts, "max_tokens": config.max_sequence_tokens}
+        try:
+            taken = self.rollouts.take(own, batch=config.rollout_batch, **options)
+        except FloatingPointError as error:
+            prompts = [*self.rollouts.prompt_ids.values()][:PROMPTS_KEPT]
+            raise NotFiniteError(
+                f"distill: rollouts for step {self.step + 1}: {error}",
+                [Sequence(token_ids=ids, first_scored=1) for ids in prompts],
+            ) from error
         dealt = [self.traces[name] for name in self.deck.deal(config.batch_sequences - own)]
         return sorted([*taken, *dealt], key=_length)
 
@@ -182,7 +191,8 @@ class Trainer:
         for name, p in self.local().items():
             p.copy_(state["trained"][name])
         self.optimizer.load_state_dict(parallel.cut_state(state["optimizer"], self.optimizer))
-        self.ema.average = state["ema"]
+        for name, average in self.ema.average.items():
+            average.copy_(state["ema"][name])
         self.deck.restore(state["deck"])
         self.rollouts.restore(state["rollouts"])
         self.step, self.seconds = state["step"], list(state["seconds"])

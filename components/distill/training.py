@@ -81,7 +81,7 @@ def choose(trainer: Trainer, export: str, folder: Path) -> None:
     if export == "ema":
         trainer.ema.copy_to(trainer.local())
     if export == "best":
-        weights = torch.load(folder / _file("best", trainer), weights_only=True)
+        weights = torch.load(folder / _file("best", trainer), weights_only=True, map_location="cpu")
         for name, value in trainer.local().items():
             value.copy_(weights[name])
 
@@ -144,7 +144,7 @@ def _resumed(trainer: Trainer, student: Writer, folder: Path) -> Watched:
             f"distill: the checkpoint of step {step} was not made by {processes.count()} processes; start as many as "
             "before, since with others the result would be another"
         )
-    state = torch.load(file, weights_only=True)
+    state = torch.load(file, weights_only=True, map_location="cpu")
     trainer.restore(state["trainer"])
     progress.publish(trainer.history)
     return Watched(best=Best(**state["best"]), generations=state["generations"], published=len(trainer.history))

@@ -37,7 +37,7 @@ def poisoned(model: Path, folder: Path, weight: str, value: float) -> Path:
 
 def failed(chain: Chain, student: Path, store: Path, **options: object) -> str:
     """Where the step is kept that this student's training could not make."""
-    config = replace(chain.training(on_policy_fraction=0.0, **options), student_uri=str(student))
+    config = replace(chain.training(**{"on_policy_fraction": 0.0} | options), student_uri=str(student))
     parents = {"traces": chain.traces, "profile": chain.profile, "labels": chain.labels}
     writer = writer_for(store, "distill", config, **parents)
     with pytest.raises(FloatingPointError, match="It is kept: reflux replay objects/distill/") as raised:
@@ -66,6 +66,14 @@ def test_a_student_with_an_infinite_weight(chain: Chain, tmp_path: Path) -> None
 def test_what_is_wrong_before_training_is_kept_as_well(chain: Chain, tmp_path: Path) -> None:
     student = poisoned(chain.model, tmp_path / "student", "model.layers.0.self_attn.q_proj.weight", float("nan"))
     failed(chain, student, tmp_path / "store")
+
+
+def test_rollouts_that_are_not_finite_keep_their_prompts(chain: Chain, tmp_path: Path) -> None:
+    student = poisoned(chain.model, tmp_path / "student", "model.layers.1.mlp.up_proj.weight", float("inf"))
+    place = failed(chain, student, tmp_path / "store", validation_traces=0, on_policy_fraction=1.0)
+    shown = CliRunner().invoke(cli, ["replay", place, "--store", str(tmp_path / "store")])
+    assert "step 1: distill: rollouts for step 1: the model's logits are NaN for rows [0, 1, 2]" in shown.output
+    assert "first in the forward pass: output of model.layers.1.mlp.up_proj, sequence 0, token 0" in shown.output
 
 
 def test_a_copy_is_whole_and_holds_no_code(chain: Chain, tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_answers_are_there_to_read_and_change_nothing(chain: Chain, capsys: pyte
         ({"lora_rank": 4, "weight_bits": 16}, "distill.lora_rank 4: adapters are merged .* weight_bits is 16"),
         ({"lora_rank": -1}, "distill.lora_rank -1: must not be negative"),
         ({"parallelism": "tensor"}, "distill.parallelism 'tensor': allowed are ddp, fsdp2"),
+        ({"device": "tpu"}, "distill.device 'tpu': allowed are cpu, cuda, auto"),
         ({"memory_gib": -2.0}, "distill.memory_gib -2.0: must not be negative"),
     ],
 )
