@@ -21,7 +21,7 @@ _DIGEST_CHARACTERS = 36  # MLflow's limit for a dataset's digest; the whole dige
 _METRICS_PER_CALL = 1000  # MLflow's limit
 _PARAMS_PER_CALL = 100  # MLflow's limit
 _TRIES = 3
-_LAST_STEP = "reflux.last_step"
+_POINTS, _LAST_STEP = "reflux.points", "reflux.last_step"  # how many have been logged, and the last one's step
 
 
 def log_params(client: Any, run_id: str, params: Mapping[str, Any]) -> None:
@@ -67,18 +67,14 @@ def log_inputs(client: Any, run_id: str, parents: Mapping[str, Artifact], source
         _again(lambda: client.log_inputs(run_id, datasets=datasets))
 
 
-def log_points(client: Any, run_id: str, points: list[MetricPoint]) -> None:
-    """Log points with the times that they carry."""
-    from mlflow.entities import Metric, RunTag
-
-    metrics = [
-        Metric(key=name, value=value, timestamp=point.time_ms, step=point.step)
-        for point in points
-        for name, value in point.values.items()
-    ]
-    last = [RunTag(_LAST_STEP, str(points[-1].step))] if points else []
-    for start in range(0, len(metrics), _METRICS_PER_CALL):
-        client.log_batch(run_id, metrics=metrics[start : start + _METRICS_PER_CALL], tags=last)
+def log_points(client: Any, run_id: str, points: list[MetricPoint], *, first: int) -> None:
+    """Log points with the times that they carry. `first` is the place of the first one among all that the stage
+    publishes: what an attempt has logged is not logged again by another one, which may have measured other times.
+    """
+    tags = client.get_run(run_id).data.tags
+    new = points[max(0, int(tags.get(_POINTS, 0)) - first) :]
+    if new:
+        _log_metrics(client, run_id, new, {_POINTS: str(first + len(points)), _LAST_STEP: str(new[-1].step)})
 
 
 def log_final_metrics(client: Any, run_id: str, artifact: Artifact) -> None:
@@ -90,7 +86,21 @@ def log_final_metrics(client: Any, run_id: str, artifact: Artifact) -> None:
     time_ms = int(datetime.fromisoformat(finished).timestamp() * 1000) if finished else time.time_ns() // 1_000_000
     new = {name: value for name, value in artifact.metrics.items() if data.metrics.get(name) != value}
     step = int(data.tags.get(_LAST_STEP, 0))
-    log_points(client, run_id, [MetricPoint(step=step, time_ms=time_ms, values=new)])
+    _log_metrics(client, run_id, [MetricPoint(step=step, time_ms=time_ms, values=new)], {})
+
+
+def _log_metrics(client: Any, run_id: str, points: list[MetricPoint], tags: Mapping[str, str]) -> None:
+    from mlflow.entities import Metric, RunTag
+
+    metrics = [
+        Metric(key=name, value=value, timestamp=point.time_ms, step=point.step)
+        for point in points
+        for name, value in point.values.items()
+    ]
+    for start in range(0, len(metrics), _METRICS_PER_CALL):
+        last = start + _METRICS_PER_CALL >= len(metrics)
+        said = [RunTag(name, value) for name, value in tags.items()] if last else []
+        client.log_batch(run_id, metrics=metrics[start : start + _METRICS_PER_CALL], tags=said)
 
 
 def _again(write: Callable[[], None]) -> None:

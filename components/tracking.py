@@ -98,8 +98,8 @@ def stage_run(
 ) -> Iterator[StageRun | None]:  # fmt: skip
     """The nested run of one stage, for the time the stage takes; None when tracking is off.
 
-    A retry, which has the same key, takes over the run of the attempt before it: if that one still lives, it logs
-    nothing more. An exception marks the run as FAILED, an interruption as KILLED.
+    A retry, which has the same key, takes over the run of the attempt before it, even if that one still lives. An
+    exception marks the run as FAILED, an interruption as KILLED.
     """
     if not enabled():
         print("tracking: off, because MLFLOW_TRACKING_URI is not set", flush=True)
@@ -145,29 +145,35 @@ class StageRun:
     finished_before: bool
     attempt: str = field(default_factory=lambda: uuid.uuid4().hex)
     taken_over: bool = False
+    logged: int = 0
+    """Points that were published and do not wait."""
     waiting: list[MetricPoint] = field(default_factory=list)
 
     def publish(self, points: list[MetricPoint]) -> None:
-        """Log points. MLflow drops a point that repeats step, time and value, so a resumed stage may publish again.
+        """Log points. What the run has is not logged again, so a resumed stage may publish all from the first.
 
         The last attempt to begin is the one that logs. It began before it looked for a checkpoint, and points are
         published after a checkpoint holds them; so what an earlier attempt still logs are points that the last one
-        found in its checkpoint, with their times. A server that is away does not stop the training: its points wait for
-        the next call, at the latest `finish`.
+        found in its checkpoint. A server that is away does not stop the training: its points wait for the next call, at
+        the latest `finish`.
         """
         self.waiting += points
         try:
-            self._log_waiting()
+            if self._is_mine():
+                self._log_waiting()
         except Exception as error:  # MLflow raises its own, requests' and its database's errors
             print(f"tracking: {len(self.waiting)} points wait, MLflow does not answer ({_line(error)})", flush=True)
 
     def finish(self, artifact: Artifact, *, reused: bool, pages: Mapping[str, bytes]) -> None:
-        """What the stage came to: final metrics, digest and key, pages by file name; where it was made, if reused."""
-        if not self._log_waiting():
-            return
+        """What the stage came to: final metrics, digest and key, pages by file name; where it was made, if reused.
+
+        An attempt that was taken over says so too: the other one may find this artifact, and then has no points.
+        """
+        self._log_waiting()
         tags = {"reflux.digest": artifact.digest, "reflux.artifact": artifact.uri}
-        if reused and not self.finished_before:
-            tags["reused_from"] = self._origin(artifact)
+        origin = self._origin(artifact) if reused and not self.finished_before else self.run_id
+        if origin != self.run_id:  # else another attempt at this stage made it
+            tags["reused_from"] = origin
         run_tree.set_tags(self.client, self.run_id, tags)
         if not self.opened_by_kfp:
             tracked_values.log_final_metrics(self.client, self.run_id, artifact)
@@ -187,13 +193,10 @@ class StageRun:
         """The run's page, "" where no server shows it."""
         return run_url(self.experiment, self.run_id)
 
-    def _log_waiting(self) -> bool:
-        """Whether the run is still this attempt's."""
-        mine = self._is_mine()
-        if mine:
-            tracked_values.log_points(self.client, self.run_id, self.waiting)
+    def _log_waiting(self) -> None:
+        tracked_values.log_points(self.client, self.run_id, self.waiting, first=self.logged)
+        self.logged += len(self.waiting)
         self.waiting.clear()
-        return mine
 
     def _is_mine(self) -> bool:
         if not self.taken_over and self.client.get_run(self.run_id).data.tags.get(_ATTEMPT) != self.attempt:

@@ -12,6 +12,7 @@ import pytest
 
 from reflux.components import __main__ as entry
 from reflux.components import tracking
+from reflux.components.artifacts import Artifact
 from reflux.components.progress import MetricPoint
 from reflux.components.storage import Store
 
@@ -184,6 +185,24 @@ def test_the_last_attempt_to_begin_is_the_one_that_logs(
     assert history(client, steep, "loss_nats") == [(1, 1, 2.0), (2, 21, 1.0)]
     assert steep.info.status == "FINISHED"
     assert capsys.readouterr().out.count("another attempt at this stage has begun") == 1
+
+
+def test_what_a_cut_off_attempt_made_is_shown_as_a_whole_if_the_next_one_finds_it(
+    tmp_path: Path, client: Any, request: pytest.FixtureRequest
+) -> None:
+    assert brew(tmp_path) == 0
+    tea = Artifact.load(Store.open(str(tmp_path / "store")), (tmp_path / "tea.json").read_bytes())
+    points = [MetricPoint(step=s, time_ms=s, values={"loss_nats": 1.0 / s}) for s in (1, 2)]
+    with steeping(tmp_path) as cut_off, steeping(tmp_path) as present:
+        assert cut_off is not None
+        assert present is not None
+        cut_off.publish(points)
+        assert "loss_nats" not in client.get_run(cut_off.run_id).data.metrics
+        cut_off.finish(tea, reused=False, pages={})
+        present.finish(tea, reused=True, pages={})
+    (steep,) = runs(client, request)["steep"]
+    assert history(client, steep, "loss_nats") == [(1, 1, 1.0), (2, 2, 0.5)]
+    assert [(step, value) for step, _, value in history(client, steep, "cups")] == [(2, 2.0)]
 
 
 def test_interrupted_by_hand_is_killed_not_failed(tmp_path: Path, client: Any, request: pytest.FixtureRequest) -> None:
