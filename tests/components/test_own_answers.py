@@ -41,6 +41,23 @@ def test_sampled_reverse_kl_brings_the_student_nearer(chain: Chain) -> None:
     assert {"rollout_tokens", "truncation_rate", "student_mass_on_teacher_top"} <= values.keys()
 
 
+@pytest.mark.parametrize("objective", ["sampled_reverse_kl + 0.5*skew_reverse_kl", "sharpening + forward_kl"])
+def test_a_step_does_not_depend_on_the_micro_batch(chain: Chain, objective: str) -> None:
+    options = FULL | OWN | {"objective": objective, "discount": 0.5, "sharpen_particles": 4, "rollout_batch": 8,
+                            "batch_sequences": 8, "on_policy_fraction": 0.75}  # fmt: skip
+    points = []
+    for size in (8, 3, 1):
+        trainer = training(chain, micro_batch_sequences=size, **options).trainer
+        with torch.no_grad():
+            for p in trainer.weights.values():
+                p.mul_(1.05)  # a student that is not the teacher
+        trainer.advance()
+        points.append(trainer.history[0].values)
+    for values in points[1:]:
+        for name in ("scored_tokens", "loss_nats", "gradient_norm"):
+            assert values[name] == pytest.approx(points[0][name], rel=1e-3), name
+
+
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 0.9), (1.0, 1.0)])
 def test_draws_come_with_the_log_probability_they_were_drawn_with(
     chain: Chain, temperature: float, top_p: float
