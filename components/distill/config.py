@@ -260,9 +260,10 @@ def _check_export(config: DistillConfig) -> None:
 
 def _check_objectives(config: DistillConfig) -> None:
     """What is minimised fits the sequences that it is minimised on (objectives.md, rule 4)."""
+    rollout_terms, trace_terms = config.rollout_terms, config.trace_terms
     if config.on_policy_fraction > 0:
-        require_place("objective", config.rollout_terms, ROLLOUTS)
-    require_place("trace_objective" if config.trace_objective else "objective", config.trace_terms, TRACES)
+        require_place("objective", rollout_terms, ROLLOUTS)
+    require_place("trace_objective" if config.trace_objective else "objective", trace_terms, TRACES)
     sampled, sharpened = config.minimises("sampled_reverse_kl"), config.minimises("sharpening")
     if sharpened and sampled:
         raise ValueError("distill.objective: sharpening weighs its answers, which sampled_reverse_kl takes as drawn")

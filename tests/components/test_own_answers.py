@@ -115,6 +115,7 @@ def test_weights_of_a_prompts_particles_are_one_on_average_and_kept_with_them(ch
     [
         ({"objective": "mse"}, "objective 'mse': 'mse' is no objective; allowed are beta_jsd, "),
         ({"objective": ""}, "objective '': '' is no objective"),
+        ({"objective": "mse", "trace_objective": "forward_kl", "on_policy_fraction": 0.0}, "'mse' is no objective"),
         ({"objective": "0.5*beta_jsd - forward_kl"}, "'beta_jsd - forward_kl' is no objective"),
         ({"objective": "-1*beta_jsd"}, "the weight '-1' must be a positive number"),
         ({"objective": "nan*beta_jsd"}, "the weight 'nan' must be a positive number"),
