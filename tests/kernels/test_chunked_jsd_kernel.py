@@ -13,6 +13,7 @@ import torch
 from interpreter import DEVICE, KERNELS_RUN, poison, run_interpreted, runs_the_kernel, starts_the_interpreter
 
 from reflux.kernels.allocations import peak_bytes
+from reflux.kernels.chunked_jsd import chunked_jsd
 from reflux.kernels.chunked_jsd.reference import dense_divergence
 from reflux.kernels.divergences import FORWARD_KL, REVERSE_KL, Mixture, jsd
 from reflux.kernels.lm_head import LmHead
@@ -40,6 +41,7 @@ SHAPES = {  # tokens, student's hidden and rows, teacher's hidden and rows, voca
 }
 
 
+@pytest.mark.slow
 @starts_the_interpreter
 def test_in_the_interpreter():
     run_interpreted(__file__)
@@ -134,6 +136,14 @@ def test_bfloat16(mixture: Mixture):
 def test_transforms_of_the_logits(transform: dict[str, float]):
     arguments = inputs(4, 30, 150, 20, 160, 150, **transform)
     assert_close(ours(*arguments, jsd(0.3)), theirs(*arguments, jsd(0.3)), torch.float32)
+
+
+@runs_the_kernel
+def test_the_public_function_runs_the_kernel():
+    *models, _ = inputs(4, 30, 150, 20, 160, 150)
+    found_N = chunked_jsd(*models, beta=0.3)
+    assert torch.equal(found_N, ChunkedDivergence.apply(models[0], models[1].weight_PD, *models[1:], jsd(0.3)))
+    torch.testing.assert_close(found_N, dense_divergence(*models, jsd(0.3)), rtol=1e-5, atol=1e-5)
 
 
 @runs_the_kernel

@@ -15,7 +15,7 @@ from interpreter import DEVICE, KERNELS_RUN, poison, run_interpreted, runs_the_k
 from reflux.kernels.allocations import peak_bytes
 from reflux.kernels.divergences import divergence, jsd
 from reflux.kernels.lm_head import LmHead
-from reflux.kernels.topk_kl import bucketed
+from reflux.kernels.topk_kl import bucket_logits, bucketed, topk_kl
 
 if KERNELS_RUN:
     from reflux.kernels import lm_head_tiles as tiles
@@ -156,18 +156,23 @@ def test_extremes_stay_finite(size: float):
 
 @runs_the_kernel
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_the_loss_on_buckets(beta: float):
+def test_the_public_function_runs_the_kernel(beta: float):
     hidden_ND, head, ids_NK, _ = inputs(6, 20, 140, 150, 4)
     teacher_NV = torch.randn(6, 140, generator=torch.Generator().manual_seed(1)).to(DEVICE).log_softmax(-1)
-    teacher_NB = bucketed(teacher_NV, ids_NK)
-    leaf_ND = hidden_ND.requires_grad_()
-    found_N = divergence(
-        BucketLogits.apply(leaf_ND, head.weight_PD, head, ids_NK).log_softmax(-1), teacher_NB, jsd(beta)
-    )
+    teacher_NB, leaf_ND = bucketed(teacher_NV, ids_NK), hidden_ND.requires_grad_()
+    found_N = topk_kl(leaf_ND, head, ids_NK, teacher_NB[:, :-1], teacher_NB[:, -1], beta=beta)
     wanted_N = divergence(bucketed(head.logits(leaf_ND), ids_NK).log_softmax(-1), teacher_NB, jsd(beta))
     torch.testing.assert_close(found_N, wanted_N, rtol=1e-5, atol=1e-5)
     found_ND, wanted_ND = (torch.autograd.grad(loss_N.sum(), leaf_ND)[0] for loss_N in (found_N, wanted_N))
     torch.testing.assert_close(found_ND, wanted_ND, rtol=1e-5, atol=1e-5)
+
+
+@runs_the_kernel
+def test_a_type_that_kernels_do_not_compute_in_is_refused():
+    hidden_ND, head, ids_NK, _ = inputs(2, 12, 70, 70, 3)
+    wide = LmHead(weight_PD=head.weight_PD.double(), vocab_size=70)
+    with pytest.raises(ValueError, match=r"hidden_ND in torch\.float64: a kernel takes"):
+        bucket_logits(hidden_ND.double(), wide, ids_NK)
 
 
 @runs_the_kernel
