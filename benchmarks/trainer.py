@@ -4,11 +4,11 @@ Both sides train the same decoder layers of SmolLM2-135M-Instruct towards the sa
 noise) in fp32, on the same prompts in the same order, with the same divergence, AdamW and threads; each in a process of
 its own, on the same torch, in turn. `fixed` is 8 prompts of 64 tokens and answers of 192 (an end that is never drawn),
 `real` is our own prompts with the ends that the model writes, 192 tokens at most. Both generate for each step the 8
-answers that it is made of. SIDES are the settings; of TRL its defaults, which keep memory low, and what is faster.
+answers that it is made of. SIDES are the settings: the fastest of each, and the leanest, which compute layers again in
+the backward pass (TRL's default).
 
-The last line has two ratios, reflux / TRL, each against the settings of TRL that are best at it and from the worse
-workload: completion tokens per second of a whole step, and peak memory above parameters, gradients, optimizer state and
-teacher.
+The last line has two ratios, reflux / TRL, the worse of both workloads and of both pairs of settings: completion tokens
+per second of a whole step, and peak memory above parameters, gradients, optimizer state and teacher.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ NEVER_DRAWN = "<jupyter_script>"
 """A token that the model does not write, so that answers have their full length on either side."""
 
 SIDES: dict[str, dict[str, Any]] = {
-    "reflux": {"micro_batch_sequences": 1, "activation_checkpointing": True},
-    "TRL": {},
-    "TRL, no checkpointing": {"gradient_checkpointing": False},
+    "reflux": {"micro_batch_sequences": 1},
+    "reflux, checkpointing": {"micro_batch_sequences": 1, "activation_checkpointing": True},
+    "TRL": {"gradient_checkpointing": False},
+    "TRL, checkpointing": {},
 }
 """Name -> settings of that side's own configuration; where nothing is said, its defaults."""
+PAIRS = {"reflux": "TRL", "reflux, checkpointing": "TRL, checkpointing"}
+"""What is compared: the fastest settings of both, and the leanest of both."""
 
 
 def main() -> None:
@@ -63,7 +66,8 @@ def main() -> None:
             shared = workload(name, student, teacher, given)
             found[name] = measured(shared, Path(folder), given)
             report(name, found[name])
-    if any(side != "reflux" for side in given.sides) and "reflux" in given.sides:
+    head_losses(given)
+    if all(set(pair) <= set(given.sides) for pair in PAIRS.items()):
         print(json.dumps(ratios(found)))
 
 
@@ -128,17 +132,11 @@ def side(name: str, shared: dict[str, Any], folder: Path, given: argparse.Namesp
     """A function that asks the side's process and waits for its answer."""
     file = folder / f"{name}.json"
     Spec(**shared, settings=SIDES[name]).write(file)
-    python, script = (sys.executable, "side_reflux.py") if name == "reflux" else (str(given.peer), "side_trl.py")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(given.threads),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    python, script = (sys.executable, "side_reflux.py") if name in PAIRS else (str(given.peer), "side_trl.py")
     log = (folder / f"{name}.log").open("w+")
     process = subprocess.Popen(
         [python, str(FOLDER / script), str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-        env=environment,
+        env=environment(given),
     )  # fmt: skip
 
     def ask(do: str, **more: Any) -> dict[str, Any]:
@@ -174,6 +172,31 @@ def report(name: str, found: dict[str, dict[str, Any]]) -> None:
         print(f"| {' | '.join([side_name, *rates, *sizes, format(of_side['loss']['loss_nats'], '.6f')])} |", flush=True)
 
 
+def head_losses(given: argparse.Namespace) -> None:
+    """The head and the loss alone, beside Liger's chunked loss at its own size of a chunk and at a smaller one."""
+    print("\nhead and loss of 8 x 192 tokens, value and gradient\n")
+    print(
+        "| | tokens per second | a CPU second | above floor, MB | nats | norm of the gradient |\n|---|---|---|---|---|---|"
+    )
+    for name, python, *options in (
+        ("reflux", sys.executable),
+        ("Liger, chunks of 1024", str(given.peer), "1024"),
+        ("Liger, chunks of 64", str(given.peer), "64"),
+    ):
+        kind = "reflux" if name == "reflux" else "liger"
+        command = [python, str(FOLDER / "head_loss.py"), kind, str(given.threads), *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(given))
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith(MARK))
+        found = json.loads(line.removeprefix(MARK))
+        speeds = f"{found['tokens_per_s']:.0f} | {found['tokens_per_cpu_s']:.0f} | {found['above_mb']:.0f}"
+        print(f"| {name} | {speeds} | {found['nats']:.6f} | {found['gradient']:.6f} |", flush=True)
+
+
+def environment(given: argparse.Namespace) -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": str(given.threads), "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **threads, "HF_HUB_OFFLINE": "1"}
+
+
 def step_rates(step: dict[str, Any]) -> tuple[float, ...]:
     """Completion tokens per second of the rollouts, of the scored part and of both, and per CPU second of both."""
     tokens, rollout_s, scored_s = step["completion_tokens"], step["rollout_s"], step["scored_s"]
@@ -185,13 +208,15 @@ def spread(values: tuple[float, ...]) -> str:
 
 
 def ratios(found: dict[str, dict[str, dict[str, Any]]]) -> dict[str, float]:
+    """The worse of the workloads and pairs."""
     speed, memory = [], []
-    for of_workload in found.values():
+    for workload_name, of_workload in found.items():
         rate = {name: statistics.median(step_rates(s)[2] for s in of["steps"]) for name, of in of_workload.items()}
         peak = {name: of["memory"]["above_floor_mb"] for name, of in of_workload.items()}
-        peers = [name for name in rate if name != "reflux"]
-        speed.append(rate["reflux"] / max(rate[name] for name in peers))
-        memory.append(peak["reflux"] / min(peak[name] for name in peers))
+        for ours, theirs in PAIRS.items():
+            speed.append(rate[ours] / rate[theirs])
+            memory.append(peak[ours] / peak[theirs])
+            print(f"{workload_name}, {ours} / {theirs}: tokens/s {speed[-1]:.2f}, memory {memory[-1]:.2f}")
     return {"ratio_tokens_per_s": round(min(speed), 3), "ratio_peak_memory": round(max(memory), 3)}
 
 
