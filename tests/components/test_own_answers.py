@@ -11,8 +11,10 @@ import torch
 from tiny_chain import Chain
 from tiny_training import training
 
+from reflux.components.algorithms import losses
+from reflux.components.algorithms.written_losses import WRITTEN_OBJECTIVES
 from reflux.components.distill.config import DistillConfig
-from reflux.components.distill.terms import Term, parse
+from reflux.components.distill.terms import OBJECTIVES, Term, parse
 
 FULL = {"weight_bits": 16, "activation_bits": 16, "activation": "plain", "warmup_steps": 0, "joint_steps": 0}
 OWN = {"score_prompts": False, "trace_objective": "forward_kl"}
@@ -144,6 +146,11 @@ def test_weights_of_a_prompts_particles_are_one_on_average_and_kept_with_them(ch
 def test_an_objective_that_cannot_be_minimised_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^distill.*{message}"):
         DistillConfig(**options)
+
+
+def test_every_objective_that_a_recipe_may_name_is_there() -> None:
+    assert OBJECTIVES.keys() == losses.OBJECTIVES.keys() | WRITTEN_OBJECTIVES.keys()
+    assert all(traits.parameter in ("", *vars(DistillConfig())) for traits in OBJECTIVES.values())
 
 
 def test_what_a_recipe_may_write() -> None:
