@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,15 @@ def objects(folder: Path) -> tuple[dict[str, Any], ...]:
 
 def overlay(name: str) -> tuple[dict[str, Any], ...]:
     return objects(MANIFESTS / "overlays" / name)
+
+
+def secrets(folder: Path) -> tuple[dict[str, Any], ...]:
+    """What manifests/secrets makes of its examples, copied into an empty folder and filled in."""
+    shutil.copytree(MANIFESTS / "secrets", folder, ignore=shutil.ignore_patterns("*.env"), dirs_exist_ok=True)
+    for example in folder.glob("*.env.example"):
+        text = re.sub(r"^(\w+)=$", r"\1=filled-in", example.read_text(), flags=re.MULTILINE)
+        example.with_suffix("").write_text(text)
+    return objects(folder)
 
 
 def of_kind(found: tuple[dict[str, Any], ...], kind: str) -> dict[str, dict[str, Any]]:

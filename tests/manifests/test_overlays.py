@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import kustomized
 import pytest
 import yaml
-from kustomized import MANIFESTS, OVERLAYS, containers, objects, of_kind, overlay, pods
+from kustomized import MANIFESTS, OVERLAYS, containers, of_kind, overlay, pods
 
 PROVIDED = {"reflux-object-store", "mlflow-database"}  # Secrets that people bring: manifests/secrets
 SECRET_NAME = re.compile(r"PASSWORD|SECRET|TOKEN|CREDENTIAL|ACCESS_KEY", re.IGNORECASE)
@@ -22,13 +21,9 @@ every_overlay = pytest.mark.parametrize("name", OVERLAYS)
 
 @pytest.fixture(scope="module")
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Name -> keys of what manifests/secrets makes of its examples, filled in."""
-    folder = tmp_path_factory.mktemp("filled") / "secrets"
-    shutil.copytree(MANIFESTS / "secrets", folder, ignore=shutil.ignore_patterns("*.env"))
-    for example in folder.glob("*.env.example"):
-        text = re.sub(r"^(\w+)=$", r"\1=filled-in", example.read_text(), flags=re.MULTILINE)
-        example.with_suffix("").write_text(text)
-    return {name: each["data"] for name, each in of_kind(objects(folder), "Secret").items()}
+    """Name -> keys of the Secrets."""
+    made = kustomized.secrets(tmp_path_factory.mktemp("secrets"))
+    return {name: each["data"] for name, each in of_kind(made, "Secret").items()}
 
 
 def references(found: tuple[dict[str, Any], ...]) -> Iterator[tuple[str, str, str]]:

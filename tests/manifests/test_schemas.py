@@ -10,7 +10,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from kustomized import OVERLAYS, of_kind, overlay
+from kustomized import OVERLAYS, of_kind, overlay, secrets
 
 from reflux.pipelines import native_objects, recipes
 from reflux.pipelines.compile import compile_to_text
@@ -36,6 +36,13 @@ REFUSALS = (jsonschema.ValidationError, kubernetes_validate.ValidationError)
 def test_an_overlay(name: str) -> None:
     found = overlay(name)
     assert len(found) >= 10
+    for each in found:
+        check(each)
+
+
+def test_the_secrets(tmp_path: Path) -> None:
+    found = secrets(tmp_path)
+    assert [each["kind"] for each in found] == ["Secret", "Secret"]
     for each in found:
         check(each)
 
