@@ -32,7 +32,7 @@ def packed_linears(model: Any) -> Iterator[None]:
     nobody else may read it. Held beside it are rounded weights, a head whose weight is the embedding's too, and what
     fully_shard manages.
     """
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear | LowBitLinear)]
+    linears: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear | LowBitLinear)]
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     managed = any(isinstance(m, FSDPModule) for m in model.modules())
     packed: list[tuple[nn.Linear, Tensor]] = []
