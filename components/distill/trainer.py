@@ -158,9 +158,13 @@ class Trainer:
         """The step's sequences: rollouts and traces in the asked proportion, over the steps exactly."""
         config = self.config
         own = own_rollouts(self.step, config.batch_sequences, config.on_policy_fraction)
-        options = {"score_prompts": config.score_prompts, "max_tokens": config.max_sequence_tokens}
         try:
-            taken = self.rollouts.take(own, batch=config.rollout_batch, **options)
+            taken = self.rollouts.take(
+                own,
+                batch=config.rollout_batch,
+                score_prompts=config.score_prompts,
+                max_tokens=config.max_sequence_tokens,
+            )
         except FloatingPointError as error:
             prompts = [*self.rollouts.prompt_ids.values()][:PROMPTS_KEPT]
             raise NotFiniteError(
