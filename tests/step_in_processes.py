@@ -20,6 +20,15 @@ from reflux.components.distill.objective import DistillationLoss
 from reflux.components.distill.student import make_student
 from reflux.components.distill.trainer import Trainer
 
+MODES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp2": {"parallelism": "fsdp2"},
+    "everything": {
+        "parallelism": "fsdp2", "lora_rank": 2, "activation_checkpointing": True, "packing": True,
+    },
+}  # fmt: skip
+"""How the work is shared -> the options that ask for it."""
+
 
 def trainer_of(chain: tiny_chain.Chain, **options: Any) -> Trainer:
     """What stage.run builds before its first step."""
@@ -71,7 +80,7 @@ def measured(chain: tiny_chain.Chain, **options: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     held, out = tiny_chain.load(Path(sys.argv[1])), Path(sys.argv[2])
     with processes.joined():
-        for mode in ("ddp", "fsdp2"):
-            result = measured(held, parallelism=mode)
+        for mode, options in MODES.items():
+            result = measured(held, **options)
             if processes.is_first():
                 torch.save(result, out / f"{mode}.pt")

@@ -13,8 +13,10 @@ import pytest
 import step_in_processes
 import tiny_chain
 import torch
+from step_in_processes import MODES
 from tiny_chain import Chain
 
+pytestmark = pytest.mark.slow
 PROGRAM = Path(step_in_processes.__file__)
 
 
@@ -24,8 +26,10 @@ def chain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 
 @pytest.fixture(scope="module")
-def alone(chain: Chain) -> dict[str, Any]:
-    return step_in_processes.measured(chain)
+def alone(chain: Chain) -> dict[str, dict[str, Any]]:
+    """One process; ddp and fsdp2 are the same there."""
+    plain = step_in_processes.measured(chain)
+    return {"ddp": plain, "fsdp2": plain, "everything": step_in_processes.measured(chain, **MODES["everything"])}
 
 
 @pytest.fixture(scope="module")
@@ -39,31 +43,33 @@ def shared(chain: Chain, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     command = [sys.executable, str(PROGRAM), str(chain.folder), str(out)]
     started = [subprocess.Popen(command, env=common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}) for rank in (0, 1)]
     assert [process.wait(timeout=240) for process in started] == [0, 0]
-    return {mode: torch.load(out / f"{mode}.pt", weights_only=True) for mode in ("ddp", "fsdp2")}
+    return {mode: torch.load(out / f"{mode}.pt", weights_only=True) for mode in MODES}
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("mode", MODES)
 def test_two_processes_have_the_loss_and_gradient_of_one(
-    alone: dict[str, Any], shared: dict[str, dict[str, Any]], mode: str
+    alone: dict[str, dict[str, Any]], shared: dict[str, dict[str, Any]], mode: str
 ) -> None:
     """To a thousandth of the largest entry: a value on a rounding border may fall to the other side elsewhere."""
-    together = shared[mode]
-    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4)
-    assert together["norm"] == pytest.approx(alone["norm"], rel=1e-3)
-    assert together["grads"].keys() == alone["grads"].keys()
-    for name, grad in alone["grads"].items():
+    together, one = shared[mode], alone[mode]
+    assert together["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert together["norm"] == pytest.approx(one["norm"], rel=1e-3)
+    assert together["grads"].keys() == one["grads"].keys()
+    for name, grad in one["grads"].items():
         limit = 1e-3 * grad.abs().max().item() + 1e-9
         torch.testing.assert_close(together["grads"][name], grad, rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_their_steps_are_those_of_one(alone: dict[str, Any], shared: dict[str, dict[str, Any]], mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_their_steps_are_those_of_one(
+    alone: dict[str, dict[str, Any]], shared: dict[str, dict[str, Any]], mode: str
+) -> None:
     """The same sequences in every step, the first step's numbers, and rollouts that are shared out and collected."""
-    together = shared[mode]
-    first, expected = together["history"][0], alone["history"][0]
+    together, one = shared[mode], alone[mode]
+    first, expected = together["history"][0], one["history"][0]
     assert first.keys() == expected.keys()
     for name in ("loss_nats", "gradient_norm", "scored_tokens", "rollout_tokens", "rollout_budget_exhausted"):
         assert first[name] == pytest.approx(expected[name], rel=1e-3), name
-    assert together["history"][1]["scored_tokens"] == alone["history"][1]["scored_tokens"]
-    moved = [(together["weights"][name] - value).abs().max().item() for name, value in alone["weights"].items()]
+    assert together["history"][1]["scored_tokens"] == one["history"][1]["scored_tokens"]
+    moved = [(together["weights"][name] - value).abs().max().item() for name, value in one["weights"].items()]
     assert max(moved) < 2 * 2 * 1e-3  # Adam's first steps are as long as the rate, whatever the gradient's size
