@@ -170,6 +170,27 @@ def require_same_tokenizer(teacher: Any, student: Any) -> None:
         )
 
 
+def require_same_conversation(teacher: Any, student: Any) -> None:
+    """Refuse a pair that is asked in different words: answers collected through one template would not be those to
+    the prompts of the other, and distill would refuse them once they are there.
+    """
+    if template_fingerprint(teacher) != template_fingerprint(student):
+        raise ValueError(
+            "teacher and student have different chat templates; give the student's folder the teacher's "
+            "chat_template.jinja (or that part of tokenizer_config.json), since its bundle will be asked through it"
+        )
+    if tokenizer_fingerprint(teacher) != tokenizer_fingerprint(student):
+        ours, theirs = set(student.all_special_tokens), set(teacher.all_special_tokens)
+        raise ValueError(f"teacher and student have different special tokens: {', '.join(sorted(ours ^ theirs))}")
+
+
+def require_rows(path: Path, tokenizer: Any) -> None:
+    """ValueError if the model's embedding has fewer rows than the tokenizer has words; more are padding."""
+    rows = _configured(path, "vocab_size")
+    if rows < len(tokenizer):
+        raise ValueError(f"model {path}: its vocabulary has {rows} rows, the tokenizer {len(tokenizer)} words")
+
+
 def _head_channels(path: Path) -> int:
     given = getattr(_configuration(path), "head_dim", None)
     return given or _configured(path, "hidden_size") // _configured(path, "num_attention_heads")

@@ -104,7 +104,11 @@ def _fetched(configs: Mapping[str, Any], settings: S3Settings | None, weights: b
 def _same_tokenizer(teacher: Path, student: Path) -> Any:
     tokenizer = models.load_tokenizer(teacher)
     if student != teacher:
-        models.require_same_tokenizer(tokenizer, models.load_tokenizer(student))
+        other = models.load_tokenizer(student)
+        models.require_same_tokenizer(tokenizer, other)
+        models.require_same_conversation(tokenizer, other)
+    for path in {teacher, student}:
+        models.require_rows(path, tokenizer)
     return tokenizer
 
 

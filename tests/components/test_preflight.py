@@ -77,9 +77,7 @@ def test_a_missing_model(configs: dict[str, Any], store: Store, tmp_path: Path, 
 
 def test_more_memory_than_there_is_in_seconds(configs: dict[str, Any], store: Store) -> None:
     wanting = changed(configs, "distill", micro_batch_sequences=4_000_000, batch_sequences=4_000_000)
-    with pytest.raises(
-        ValueError, match=r"micro_batch_sequences 4000000, .* needs about \d+.* are available here"
-    ):
+    with pytest.raises(ValueError, match=r"micro_batch_sequences 4000000, .* needs about \d+.* are available here"):
         preflight.check(wanting, store)
     with pytest.raises(ValueError, match=r"needs about 0\.\d GiB .* 0\.2 GiB distill\.memory_gib allows; take smaller"):
         preflight.check(changed(configs, "distill", memory_gib=0.2), store)
@@ -124,6 +122,31 @@ def test_teacher_and_student_with_other_tokenizers(
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (student / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ValueError, match="do not share a tokenizer: 2 tokens"):
+        preflight.check(with_model(configs, "student_uri", student), store)
+
+
+def test_teacher_and_student_that_are_asked_differently(
+    configs: dict[str, Any], store: Store, tiny_model: Path, tmp_path: Path
+) -> None:
+    """distill would refuse the traces, after hours of collecting them."""
+    student = tmp_path / "student"
+    shutil.copytree(tiny_model, student)
+    template = student / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant", "helper"))
+    with pytest.raises(
+        ValueError, match="teacher and student have different chat templates; give the student's folder"
+    ):
+        preflight.check(with_model(configs, "student_uri", student), store)
+
+
+def test_fewer_rows_than_the_tokenizer_has_words(
+    configs: dict[str, Any], store: Store, tiny_model: Path, tmp_path: Path
+) -> None:
+    student = tmp_path / "student"
+    shutil.copytree(tiny_model, student)
+    described = json.loads((student / "config.json").read_text())
+    (student / "config.json").write_text(json.dumps(described | {"vocab_size": 200}))
+    with pytest.raises(ValueError, match="its vocabulary has 200 rows, the tokenizer 259 words"):
         preflight.check(with_model(configs, "student_uri", student), store)
 
 
