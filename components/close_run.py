@@ -24,7 +24,7 @@ _ENDED = {
 to KFP, and one with a loop in it can still be called RUNNING when it is over (kubeflow/pipelines#13321)."""
 
 
-def close_run(*, image: str = "", **arguments: Any) -> Any:
+def close_run(*, image: str = "", place: Any = None, **arguments: Any) -> Any:
     """KFP's task, inside a pipeline, for dsl.ExitHandler: its arguments are `run` and `job`."""
     from kfp import dsl
 
@@ -35,7 +35,7 @@ def close_run(*, image: str = "", **arguments: Any) -> Any:
         doc="Say in MLflow how the run ended.",
         image=declare.IMAGE,
     )
-    return kfp_task.started(component, image, arguments)
+    return kfp_task.started(component, image, place, arguments)
 
 
 def run(parameters: Mapping[str, Any]) -> None:

@@ -232,13 +232,13 @@ class Component:
     registers: str
     distributed: bool
 
-    def __call__(self, config: Any = None, *, image: str = "", **arguments: Any) -> Any:
+    def __call__(self, config: Any = None, *, image: str = "", place: Any = None, **arguments: Any) -> Any:
         """KFP's task, inside a pipeline: `config` is baked in as constants, and `arguments` go before it.
 
-        `image` is the container's, "" the declared one.
+        `image` and `place` are `kfp_task.started`'s.
         """
         constants = {} if config is None else key_fields(config) | other_fields(config) | source_fields(config)
-        return kfp_task.started(self.kfp, image, constants | arguments)
+        return kfp_task.started(self.kfp, image, place, constants | arguments)
 
     @functools.cached_property
     def kfp(self) -> Any:

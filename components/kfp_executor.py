@@ -8,6 +8,7 @@ no folders under kfp.local, and accepts only numbers and text as metadata.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ _MOUNTS = {
     "minio": "minio",
     "gs": "gcs",
 }  # scheme of an artifact's URI -> folder where the launcher puts it
+_FOR_THE_POD = re.compile(r"pipelinechannel--.*|accelerator_(type|count)")
+"""Inputs by which KFP decides on the pod. It hands them to the program too, which declared none of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ def read(text: str) -> ExecutorInput:
         document = json.loads(text)
         inputs, outputs = document.get("inputs", {}), document["outputs"]
         return ExecutorInput(
-            parameters=dict(inputs.get("parameterValues", {})),
+            parameters={n: v for n, v in inputs.get("parameterValues", {}).items() if not _FOR_THE_POD.fullmatch(n)},
             inputs=_locations(inputs.get("artifacts", {})),
             outputs=_locations(outputs.get("artifacts", {})),
             output_file=Path(outputs["outputFile"]),

@@ -6,7 +6,7 @@ KFP is imported only when a component is made, so that a container and `--help` 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from reflux.components import cluster_environment
@@ -36,11 +36,14 @@ def component(name: str, parameters: Iterable[tuple[str, Any, Any]], *, doc: str
     return dsl.container_component(program)
 
 
-def started(kfp: Any, image: str, arguments: dict[str, Any]) -> Any:
-    """The task, inside a pipeline. `image` is the container's, "" the declared one.
+def started(kfp: Any, image: str, place: Callable[[str, Any], None] | None, arguments: dict[str, Any]) -> Any:
+    """The task, inside a pipeline. `image` is the container's, "" the declared one; `place` gives the task of a name
+    what it asks of Kubernetes (pods.py).
 
     KFP's cache is off: it compares URI strings and would hide a file that changed behind the same URI. The store's own
     reuse compares content.
     """
     task = cluster_environment.given(kfp(**arguments).set_caching_options(enable_caching=False))
+    if place is not None:
+        place(kfp.name.replace("-", "_"), task)
     return task.set_container_image(image) if image else task

@@ -18,6 +18,9 @@ from reflux.components import declare
 SOURCES = ("teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri", "entity_model")
 """What a whole run has one of, and several stages read."""
 
+KUBERNETES = "kubernetes"
+"""The table of what pods ask for (pods.py), beside those of the stages."""
+
 Changes = Mapping[str, Any]
 """A source's name -> its URI, or a stage's name -> {field: value}."""
 
@@ -47,10 +50,14 @@ def own_part(stage: str, config_class: type[Config], values: Mapping[str, Any], 
 
 
 def require_no_sources(overrides: Changes) -> None:
-    """ValueError unless every part of the overrides belongs to a stage: sources are parameters of the pipeline."""
+    """ValueError unless every part belongs to a stage: sources are parameters of the pipeline, and what pods ask for is
+    read before any stage starts.
+    """
     for name in overrides:
         if name in SOURCES:
             raise ValueError(f"overrides.{name}: is a parameter of the run itself; set it there")
+        if name == KUBERNETES:
+            raise ValueError(f"overrides.{name}: is fixed when a pipeline is compiled; give it there, with --config")
 
 
 def known(name: str, stages: Mapping[str, type]) -> str:

@@ -13,22 +13,23 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from reflux.components import declare, kfp_task, overrides
+from reflux.components import declare, kfp_task, overrides, pods
 from reflux.components.overrides import SOURCES
 
 NAME = "prerequisites"
 _FIELDS = {"objective": "distill", "registered_model": "evaluate"}  # of the form -> the stage that has them
+_ACCELERATORS = ("accelerator", "accelerators")  # what pods.py gives to stages
 _PARAMETERS: dict[str, Any] = {
     **{name: dict if name == "overrides" else str for name in declare.PLATFORM_PARAMETERS},
     "recipe": str,
     "compiled_by": str,
     "configs": dict,
-    **dict.fromkeys((*SOURCES, *_FIELDS), str),
+    **dict.fromkeys((*SOURCES, *_FIELDS, *_ACCELERATORS), str),
 }
 _QUICKLY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}  # its own are for minutes
 
 
-def prerequisites(configs: Mapping[str, Any], *, image: str = "", **arguments: Any) -> Any:
+def prerequisites(configs: Mapping[str, Any], *, image: str = "", place: Any = None, **arguments: Any) -> Any:
     """KFP's task, inside a pipeline. `configs` are those of the recipe, by stage."""
     values = {
         stage: declare.key_fields(config) | declare.other_fields(config) | declare.source_fields(config)
@@ -41,7 +42,7 @@ def prerequisites(configs: Mapping[str, Any], *, image: str = "", **arguments: A
         image=declare.IMAGE,
     )
     given = {"configs": values, "compiled_by": importlib.metadata.version("reflux")} | arguments
-    return kfp_task.started(component, image, given)
+    return kfp_task.started(component, image, place, given)
 
 
 def run(parameters: Mapping[str, Any]) -> None:
@@ -51,6 +52,7 @@ def run(parameters: Mapping[str, Any]) -> None:
     given = dict(parameters)
     _require_same_version(given["compiled_by"])
     configs = final_configs(given)
+    pods.check_accelerators(*(given[name] for name in _ACCELERATORS))
     run_name = given["run"] or given["job"]
     for name, value in {"store": given["store"], "run": run_name}.items():
         if not value:

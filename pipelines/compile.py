@@ -39,6 +39,7 @@ def compile_recipe(
     that `ir_lint` finds, or if a second process makes other bytes of the same recipe.
     """
     asked = {"name": name, "configs": {stage: asdict(config) for stage, config in recipe.stages().items()}}
+    asked |= {"kubernetes": {task: asdict(pod) for task, pod in recipe.kubernetes.items()}}
     asked |= {"image": image, "store": store}
     text = _text(asked)
     if findings := ir_lint.lint(text, require_digests=require_digests):
@@ -64,7 +65,7 @@ def require_equal(text: str, again: str) -> None:
 
 
 def _text(asked: dict[str, Any]) -> str:
-    recipe = recipes.from_json(asked["configs"])
+    recipe = recipes.from_json(asked["configs"], asked["kubernetes"])
     pipeline = distillation(recipe, asked["image"], name=asked["name"])
     return compile_to_text(with_default(pipeline, "store", asked["store"]) if asked["store"] else pipeline)
 

@@ -12,6 +12,7 @@ from reflux.components.distill.component import distill
 from reflux.components.distill.config import OBJECTIVES
 from reflux.components.evaluate.component import evaluate
 from reflux.components.ingest_labels.component import ingest_labels
+from reflux.components.pods import Placement
 from reflux.components.prerequisites import prerequisites
 from reflux.components.profile_kv.component import profile_kv
 from reflux.pipelines.form import with_choices
@@ -24,7 +25,8 @@ def distillation(config: "Recipe", image: str = "", *, name: str, attended: bool
     """The KFP pipeline of a recipe: its configs are constants, what people change from run to run are parameters.
 
     `image` is that of every container, "" the one that the stages declare. `name` is the recipe's. `attended`:
-    whoever runs it checks the prerequisites before and closes the run after the stages, so there are no tasks for that.
+    whoever runs it checks the prerequisites before and closes the run after the stages, so there are no tasks for that,
+    and it runs on one machine, so nothing is asked of Kubernetes.
     """
 
     @dsl.pipeline(name="reflux-distillation", description="Distil a teacher into a low-bit student.")
@@ -40,19 +42,24 @@ def distillation(config: "Recipe", image: str = "", *, name: str, attended: bool
         entity_model: str = config.entity_model,
         objective: str = config.distill.objective,
         registered_model: str = config.evaluate.registered_model,
+        accelerator: str = "",  # "" is none
+        accelerators: str = "1",  # of each pod; text, as KFP's driver wants it
         overrides: dict = {},  # noqa: B006  KFP reads the default and keeps none of it
     ) -> None:
         job = dsl.PIPELINE_JOB_ID_PLACEHOLDER  # a cluster resolves it only where it is a whole value
-        at = {"store": store, "run": run, "job": job, "overrides": overrides, "image": image}
+        pods = Placement(pods=config.kubernetes, accelerator=accelerator, accelerators=accelerators)
+        on = {"image": image, "place": None if attended else pods.place}
+        at = {"store": store, "run": run, "job": job, "overrides": overrides, **on}
         form = {
             "recipe": recipe, "teacher": teacher, "student": student, "prompts_uri": prompts_uri,
             "labels_uri": labels_uri, "eval_text_uri": eval_text_uri, "entity_model": entity_model,
-            "objective": objective, "registered_model": registered_model,
+            "objective": objective, "registered_model": registered_model, "accelerator": accelerator,
+            "accelerators": accelerators,
         }  # fmt: skip
         models = {"teacher": teacher, "student_uri": student}
         asked = {"prompts_uri": prompts_uri, "entity_model": entity_model}
 
-        with nullcontext() if attended else dsl.ExitHandler(close_run(run=run, job=job, image=image), name="stages"):
+        with nullcontext() if attended else dsl.ExitHandler(close_run(run=run, job=job, **on), name="stages"):
             answers = collect_traces(config.collect_traces, teacher=teacher, **asked, **at)
             if not attended:
                 answers.after(prerequisites(config.stages(), **form, **at))

@@ -33,7 +33,11 @@ _WHOLE = {
     )
 }  # fmt: skip
 _WORKSPACE = "{{$.workspace_path}}"
-_INPUT = re.compile(r"\{\{\$\.inputs\.parameters\['[^']+'\]\}\}")
+_INPUT = re.compile(r"\{\{\$\.inputs\.parameters\['(?P<name>[^']+)'\]\}\}")
+_CHANNEL = "pipelinechannel--"
+"""Before the name of a pipeline's input, within the groups of its tasks."""
+_KFPS_LONGEST_S = 3600.0
+"""What KFP's SDK writes into every retry policy that says nothing of it."""
 _ARGUMENT = re.compile(
     r"\{\{\$(\.inputs\.parameters\['[^']+'\]|\.(inputs|outputs)\.artifacts\['[^']+'\]\.(uri|path)"
     r"|\.outputs\.parameters\['[^']+'\]\.output_file|\.workspace_path|)\}\}"
@@ -83,7 +87,8 @@ def lint(text: str, *, require_digests: bool = False) -> list[Finding]:
         for task in tasks:
             found += [*_inputs(task), *_oversized_input(task, spec)]
             if task.executor is not None:
-                found += [*_caching(task), *_program(task), *_image(task, require_digests)]
+                found += [*_caching(task), *_program(task), *_image(task, require_digests), *_retries(task)]
+                found += _resources(task, spec)
     return found
 
 
@@ -222,6 +227,39 @@ def _image(task: Task, require_digests: bool) -> Iterator[Finding]:
         yield Finding(task=task.path, place="image", value=image, remedy=remedy)
 
 
+def _resources(task: Task, spec: dict[str, Any]) -> Iterator[Finding]:
+    """What an input decides: the driver reads its text, and of a number that there is none."""
+    inputs = spec["root"].get("inputDefinitions", {}).get("parameters", {})
+    for text in _texts((task.executor or {}).get("container", {}).get("resources")):
+        if not _PLACEHOLDER.search(text):
+            continue
+        if not (whole := _INPUT.fullmatch(text)):
+            yield Finding(
+                task=task.path,
+                place="resources",
+                value=text,
+                remedy="a resource is one input of the task, whole, or fixed",
+            )
+            continue
+        given = task.spec.get("inputs", {}).get("parameters", {}).get(whole["name"], {})
+        above = inputs.get(given.get("componentInputParameter", "").removeprefix(_CHANNEL), {})
+        if above.get("parameterType", "STRING") != "STRING":
+            yield Finding(
+                task=task.path, place="resources", value=f"{text}, a {above['parameterType']}",
+                remedy="a cluster reads no numbers here: let the pipeline's input be text",
+            )  # fmt: skip
+
+
+def _retries(task: Task) -> Iterator[Finding]:
+    policy = task.spec.get("retryPolicy", {})
+    longest_s = float(str(policy.get("backoffMaxDuration", "0s")).removesuffix("s"))
+    if policy.get("maxRetryCount") and longest_s <= _KFPS_LONGEST_S:
+        remedy = (
+            "Argo counts it from the beginning of the first attempt, and ends later ones then; backoff_max_duration=…"
+        )
+        yield Finding(task=task.path, place="retryPolicy.backoffMaxDuration", value=f"{longest_s:g}s", remedy=remedy)
+
+
 def _oversized(text: str, spec: dict[str, Any]) -> Iterator[Finding]:
     if (size := len(text.encode())) >= SPEC_BYTES:
         remedy = f"a specification stays below {SPEC_BYTES:,} bytes; put what is large into a file that a stage reads"
@@ -237,7 +275,7 @@ def _oversized_input(task: Task, spec: dict[str, Any]) -> Iterator[Finding]:
     defaults = spec["root"].get("inputDefinitions", {}).get("parameters", {})
     values: dict[str, Any] = {}
     for name, given in task.spec.get("inputs", {}).get("parameters", {}).items():
-        above = defaults.get(given.get("componentInputParameter", "").removeprefix("pipelinechannel--"), {})
+        above = defaults.get(given.get("componentInputParameter", "").removeprefix(_CHANNEL), {})
         values[name] = given.get("runtimeValue", {}).get("constant", above.get("defaultValue", ""))
     outputs = task.component.get("outputDefinitions", {})
     artifacts = len(definitions.get("artifacts", {})) + len(outputs.get("artifacts", {}))

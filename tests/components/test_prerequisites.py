@@ -33,7 +33,7 @@ def given(tmp_path: Path, tiny_model: Path) -> dict[str, Any]:
     recipe = recipes.overridden(recipes.demo(), small_run.SMALL)
     form = {
         "store": str(tmp_path / "store"), "run": "", "job": "8f14e45f", "recipe": "demo", "objective": "forward_kl",
-        "registered_model": "",
+        "registered_model": "", "accelerator": "nvidia.com/gpu", "accelerators": "1",
         "teacher": str(tiny_model), "student": str(tiny_model), "prompts_uri": str(tmp_path / "prompts.jsonl"),
         "labels_uri": str(tmp_path / "labels.csv"), "eval_text_uri": "", "entity_model": "",
         "compiled_by": importlib.metadata.version("reflux"), "overrides": {},
@@ -69,6 +69,12 @@ def test_the_form_goes_over_the_recipe_and_the_overrides_over_the_form(given: di
         ({"overrides": {"distill": {"group_size": 48}}}, "distill.group_size 48: must divide the student's"),
         ({"overrides": {"student": "x"}}, "overrides.student: is a parameter of the run itself"),
         ({"overrides": {"distill": 2.0}}, "distill: a table of fields is expected, not 2.0"),
+        ({"overrides": {"kubernetes": {}}}, "overrides.kubernetes: is fixed when a pipeline is compiled"),
+        ({"accelerators": "1.0"}, "accelerators '1.0': a whole number for each pod is expected"),
+        (
+            {"accelerator": "A100"},
+            "accelerator 'A100': Kubernetes' name of a resource is expected, e.g. nvidia.com/gpu",
+        ),
         ({"objective": "forwards"}, "distill.objective 'forwards'"),
         ({"compiled_by": "9.9.9"}, "image: holds reflux "),
         ({"teacher": "/nowhere"}, "collect_traces.teacher: source '/nowhere': no such file or folder"),

@@ -189,6 +189,31 @@ def test_images() -> None:
     assert "so no digest can be required" in by_the_form
 
 
+def test_a_resource_that_an_input_decides_is_text() -> None:
+    @dsl.pipeline(name="talk")
+    def talk(kind: str = "nvidia.com/gpu", count: int = 1, number: str = "1") -> None:
+        for limit in (number, count):
+            task = say(text="x").set_caching_options(False)
+            task.set_accelerator_type(kind).set_accelerator_limit(limit)
+
+    text = compile_to_text(talk)
+    (of_a_number,) = found(text)
+    count = "{{$.inputs.parameters['pipelinechannel--count']}}"
+    assert of_a_number.startswith(f"say-2, resources: {count}, a NUMBER_INTEGER; a cluster reads no numbers here")
+    spec = yaml.safe_load(text)
+    spec["deploymentSpec"]["executors"]["exec-say-2"]["container"]["resources"] = {"resourceMemoryLimit": f"{count}Gi"}
+    (joined,) = found(yaml.safe_dump(spec))
+    assert joined.startswith(f"say-2, resources: {count}Gi; a resource is one input of the task, whole, or fixed")
+
+
+def test_retries_of_long_work() -> None:
+    (default,) = found(compiled(lambda word: [say(text="x").set_retry(2)]))
+    assert default.startswith(
+        "say, retryPolicy.backoffMaxDuration: 3600s; Argo counts it from the beginning of the first"
+    )
+    assert found(compiled(lambda word: [say(text="x").set_retry(2, backoff_max_duration="86400s")])) == []
+
+
 def test_sizes() -> None:
     long = "x" * int(ir_lint.ARGUMENT_BYTES * ir_lint.NEAR + 1)
     places = [finding.split(": ")[0] for finding in found(compiled(lambda word: [say(text=long)]))]

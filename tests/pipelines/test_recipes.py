@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from reflux.components import declare
 from reflux.pipelines import recipes
 
 
@@ -22,13 +21,11 @@ def test_a_recipe_survives_json_and_agrees_on_its_sources(name: str) -> None:
     recipe = recipes.named(name)
     for source in recipes.SOURCES:
         assert isinstance(getattr(recipe, source), str)
-    copy = recipes.Recipe(
-        **{
-            stage: declare.from_mapping(config_class, json.loads(json.dumps(asdict(getattr(recipe, stage)))))
-            for stage, config_class in recipes.STAGES.items()
-        }
+    configs, pods = (
+        json.loads(json.dumps({name: asdict(each) for name, each in part.items()}))
+        for part in (recipe.stages(), recipe.kubernetes)
     )
-    assert copy == recipe
+    assert recipes.from_json(configs, pods) == recipe
 
 
 def test_every_source_field_of_every_stage_is_filled_by_a_source_of_the_run(recipe: recipes.Recipe) -> None:
@@ -98,6 +95,7 @@ def test_a_file_of_changes(recipe: recipes.Recipe, tmp_path: Path, name: str, te
         ("c.json", "{", r"c.json: not valid JSON \(.*line 1"),
         ("c.toml", "\nx = = 1", r"c.toml: not valid TOML \(.*line 2"),
         ("c.json", "[1]", "one table per stage"),
+        ("c.json", '{"kubernetes": {"distill": {"memory": "24 GB"}}}', "kubernetes.distill.memory '24 GB': an amount"),
         ("c.json", '{"distill": 3}', "distill: a table of fields is expected, not 3"),
         ("c.json", '{"distill": {"max_steps": "2"}}', "distill.max_steps: '2' is not a whole number"),
         ("c.json", '{"techer": "x"}', "did you mean teacher"),
