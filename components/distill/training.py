@@ -23,7 +23,10 @@ from .generations import generations, show
 from .trainer import NotFiniteError, Trainer
 from .validation import Best, validation_loss
 
-SHOWN = {"loss_nats": "loss", "kl_forward_nats": "KL", "student_entropy_nats": "entropy", "top_overlap": "overlap"}
+SHOWN = {
+    "loss_nats": "loss", "kl_forward_nats": "KL", "kl_reverse_nats": "reverse KL", "student_entropy_nats": "entropy",
+    "top_overlap": "overlap", "rollout_loop_rate": "loops", "rollout_budget_exhausted": "no end",
+}  # fmt: skip
 """Metrics of the last step that stand beside the progress bar."""
 
 
@@ -107,7 +110,7 @@ def _look(trainer: Trainer, watched: Watched, validation: Mapping[str, Sequence]
 
 def _note(trainer: Trainer) -> str:
     last = trainer.history[-1].values if trainer.history else {}
-    shown = [f"{word} {last[name]:.3f}" for name, word in SHOWN.items() if name in last]
+    shown = [f"{word} {last[name]:.2f}" for name, word in SHOWN.items() if name in last]
     return ", ".join([phase_at(trainer.phases, trainer.step)[0].name, *shown])
 
 
