@@ -48,7 +48,7 @@ def distillation(config: "Recipe", image: str = "", *, name: str, attended: bool
     ) -> None:
         job = dsl.PIPELINE_JOB_ID_PLACEHOLDER  # a cluster resolves it only where it is a whole value
         pods = Placement(pods=config.kubernetes, accelerator=accelerator, accelerators=accelerators)
-        on = {"image": image, "place": None if attended else pods.place}
+        on: dict[str, Any] = {"image": image, "place": None if attended else pods.place}
         at = {"store": store, "run": run, "job": job, "overrides": overrides, **on}
         form = {
             "recipe": recipe, "teacher": teacher, "student": student, "prompts_uri": prompts_uri,

@@ -147,7 +147,7 @@ def named(name: str) -> Recipe:
 
 def from_json(configs: dict[str, dict[str, Any]], kubernetes: dict[str, dict[str, Any]]) -> Recipe:
     """The recipe whose fields were written down, by stage, and those of its pods, by task."""
-    stages = {stage: declare.from_mapping(STAGES[stage], values) for stage, values in configs.items()}
+    stages: dict[str, Any] = {stage: declare.from_mapping(STAGES[stage], values) for stage, values in configs.items()}
     return Recipe(**stages, kubernetes=pods.changed(pods.DEFAULTS, kubernetes))
 
 

@@ -45,7 +45,9 @@ SUBMIT_ONLY = [
     "schedule_list.py",
 ]
 # what such a person does have of the shared rooms
-LIGHT = {f"reflux.components.{name}" for name in ("close_run", "kfp_task", "overrides", "pods", "prerequisites", "progress")}
+LIGHT = {
+    f"reflux.components.{name}" for name in ("close_run", "kfp_task", "overrides", "pods", "prerequisites", "progress")
+}
 # checks a run's inputs before any stage starts, with the very code that would stop the stage
 READS_STAGES = {"preflight.py"}
 
