@@ -223,8 +223,8 @@ def require_window(model: Any, tokens: int) -> None:
     slides = any(kind != "full_attention" for kind in getattr(model.config, "layer_types", None) or [])
     if slides and not (window and tokens <= window):
         raise ValueError(
-            f"prompt and answer of up to {tokens} tokens: {type(model).__name__} attends to the last {window} only, "
-            "and rollouts keep no sliding window"
+            f"prompt and answer of up to {tokens} tokens: {type(model).__name__} has layers that do not attend to all "
+            f"of them (sliding_window {window}), and rollouts know full attention only"
         )
 
 
