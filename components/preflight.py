@@ -22,7 +22,7 @@ from reflux.components.collect_traces.teachers import teacher_ids
 from reflux.components.collect_traces.teachers.server import check_server, configured_servers
 from reflux.components.distill.examples import require_usable
 from reflux.components.distill.memory import need_of, require_memory
-from reflux.components.distill.stage import schedule, scheme_of
+from reflux.components.distill.stage import scheme_of, steps_of
 from reflux.components.evaluate.room import require_room
 from reflux.components.evaluate.text import evaluation_text
 from reflux.components.ingest_labels.known_traces import Traces
@@ -58,7 +58,7 @@ def check(
             if width % distill.group_size:
                 raise ValueError(f"distill.group_size {distill.group_size}: must divide the student's {width} channels")
     check_strategies(collect.key_token_strategies, collect.key_token_weights)
-    schedule(distill, has_policy=scheme_of(distill).needs_policy)
+    steps_of(distill, has_policy=scheme_of(distill).needs_policy)
     require_usable(distill, collect.trace_store, collect.top_k)
     if collect.trace_store == "topk" and collect.top_k > len(tokenizer):
         raise ValueError(f"collect_traces.top_k {collect.top_k}: the teacher's vocabulary has {len(tokenizer)} tokens")

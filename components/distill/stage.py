@@ -55,7 +55,7 @@ def run(
     loss = DistillationLoss(model, teacher, tokenizer, config, models.compute_dtype(config.compute_dtype, device.type))
     if config.parallelism == "fsdp2" and processes.count() > 1:
         parallel.shard(model)
-    phases = capped(schedule(config, has_policy=policy is not None), config.max_steps)
+    phases = steps_of(config, has_policy=policy is not None)
     trainer = make_trainer(config, phases, model, tokenizer, loss, examples, _hard(labels), student_path)
 
     def validated() -> float:
@@ -81,6 +81,17 @@ def run(
                 _write(student, trainer, watched, Path(scratch))
     progress.publish(trainer.history[watched.published :])
     return metrics | {name: value for name, value in trainer.history[-1].values.items() if not name.endswith("_lr")}
+
+
+def steps_of(config: DistillConfig, *, has_policy: bool) -> list[Phase]:
+    """The phases as they are made. ValueError if in some step nothing would move, or no step is validated that is asked
+    to be.
+    """
+    phases = capped(schedule(config, has_policy=has_policy), config.max_steps)
+    total = sum(phase.steps for phase in phases)
+    if config.validate_every > total:
+        raise ValueError(f"distill.validate_every {config.validate_every}: there are only {total} steps")
+    return phases
 
 
 def schedule(config: DistillConfig, *, has_policy: bool) -> list[Phase]:

@@ -54,9 +54,9 @@ def train(
         _report(trainer.step, total, _note(trainer))
         try:
             trainer.advance()
+            _look(trainer, watched, validation, tokenizer, folder)
         except NotFiniteError as error:
             raise kept(error, trainer, student, folder) from error
-        _look(trainer, watched, validation, tokenizer, folder)
         if trainer.step % config.checkpoint_every == 0 and trainer.step < total:
             _save(trainer, watched, student, folder)
             progress.publish(trainer.history[watched.published :])
@@ -95,6 +95,9 @@ def _look(trainer: Trainer, watched: Watched, validation: Mapping[str, Sequence]
     if config.validate_every and step % config.validate_every == 0:
         with trainer.ema.exchanged(trainer.local()):
             nats = validation_loss(trainer.loss, [*validation.values()], config.micro_batch_sequences)
+            if not nats < float("inf"):
+                message = f"distill: the validation loss after step {step} is {nats} nats a token"
+                raise NotFiniteError(message, [*validation.values()])
             if watched.best.see(nats, step):
                 torch.save(trainer.local(), folder / _file("best", trainer))
         trainer.history[-1].values["validation_loss_nats"] = nats

@@ -267,6 +267,7 @@ def test_lengths_beyond_the_context(configs: dict[str, Any], store: Store, stage
         ("collect_traces", {"key_token_weights": [1.0]}, r"key-token weights \[1.0\]: one is needed for each of"),
         ("collect_traces", {"key_token_strategies": ["x", "y"]}, r"key-token strategies \['x', 'y'\]: allowed are"),
         ("distill", {"joint_policy_every": 2, "joint_student_lr": 0.0}, "in some steps of the joint phase neither"),
+        ("distill", {"validate_every": 9, "max_steps": 8}, "validate_every 9: there are only 8 steps"),
         ("distill", {"validation_traces": 9}, "validation_traces 9: there are only 8 training prompts shorter than"),
         (
             "distill",
