@@ -75,7 +75,7 @@ def tile_options(dtype: torch.dtype, *, aligned: bool, block_n: int = 128, hip: 
         "BLOCK_N": block_n // 2 if single or not aligned else block_n,
         "BLOCK_V": 64 if single or not aligned else 128,
         "BLOCK_D": 64 if aligned and not single else 16,
-        "num_warps": 8,
+        "num_warps": 4 if hip else 8,  # 256 threads of either
         "num_stages": 2 if hip else 3,
     }
 

@@ -86,8 +86,10 @@ def dual_scale_launches() -> Iterator[tuple[str, Launch]]:
 
 
 def lm_head_launches(*, hip: bool) -> Iterator[tuple[str, Launch]]:
-    """Both ops that stream an lm_head: all they multiply, with and without a soft cap, of any layout."""
-    of_model = ("hidden_ptr", "weight_ptr", "teacher_ptr", "teacher_weight_ptr", "gradient_ptr")
+    """Both ops that stream an lm_head: all they multiply, with and without a soft cap, of any layout, and a student in
+    another type than its teacher.
+    """
+    of_student, of_teacher = ("hidden_ptr", "weight_ptr", "gradient_ptr"), ("teacher_ptr", "teacher_weight_ptr")
     columns = ("hidden_column", "weight_column", "teacher_column", "teacher_weight_column")
     floats = ("scale", "soft_cap", "teacher_scale", "teacher_soft_cap")
     floats += ("log_share", "log_rest", "of_teacher", "of_student")
@@ -98,28 +100,38 @@ def lm_head_launches(*, hip: bool) -> Iterator[tuple[str, Launch]]:
         (chunked_jsd.pair_options, chunked_jsd.gradient_kernel),
     )
     for options_for, function in functions:
-        for dtype, capped, aligned, tf32 in (
-            (torch.bfloat16, True, True, False),
-            (torch.float16, False, False, False),
-            (torch.float32, True, False, False),
-            (torch.float32, False, True, True),
-        ):
+        types = [
+            (torch.bfloat16, torch.bfloat16, True, True, False),
+            (torch.float16, torch.float16, False, False, False),
+            (torch.float32, torch.float32, True, False, False),
+            (torch.float32, torch.float32, False, True, True),
+        ]
+        if options_for is chunked_jsd.pair_options:
+            types.append((torch.float32, torch.bfloat16, True, True, True))
+        for dtype, student, capped, aligned, tf32 in types:
             asked = options_for(dtype, aligned=aligned, hip=hip) | ({"PRECISION": "tf32"} if tf32 else {})
             constants = {name: value for name, value in asked.items() if name.isupper()}
             constants |= {"CAPPED": capped, "TEACHER_CAPPED": capped} | (dict.fromkeys(columns, 1) if aligned else {})
             op = function.__module__.split(".")[-2]
-            words = [str(dtype).removeprefix("torch."), "capped" * capped, "any layout" * (not aligned), "tf32" * tf32]
+            words = [_word(student), "capped" * capped, "any layout" * (not aligned), "tf32" * tf32]
+            words.append(f"beside {_word(dtype)}" * (student != dtype))
             yield (
                 " ".join([f"{op}.{function.__name__}", *filter(None, words)]),
                 Launch(
                     function=function,
-                    pointers=dict.fromkeys(of_model, dtype) | {"ids_ptr": torch.int32},
+                    pointers=dict.fromkeys(of_student, student)
+                    | dict.fromkeys(of_teacher, dtype)
+                    | {"ids_ptr": torch.int32},
                     constants=constants,
                     options={name: value for name, value in asked.items() if name.islower()},
                     floats=floats,
                     aligned=aligned,
                 ),
             )
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def launches(target: GPUTarget) -> dict[str, Launch]:
