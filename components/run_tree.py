@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from reflux.components.canonical import canonical, sha256_hex
@@ -50,16 +50,15 @@ def find_parent(client: Any, experiment: str | None, run: str, job: str) -> Any:
     return ours[0] if ours else None
 
 
-def parent(client: Any, experiment: Any, store: Store, run: str, job: str) -> Any:
+def parent(client: Any, experiment: Callable[[], str], store: Store, run: str, job: str) -> Any:
     """The same, made if there is none. `experiment` gives the id of the experiment to make it in."""
     known = find_parent(client, None, run, job)
     tags = {"reflux.run": run, **ROLE, **_kfp_tags(job)}
     if known is None:
-        place = experiment()
-        known = _only(client, store, place, run, {"reflux.run": run, **ROLE}, tags)
-    elif not tags.items() <= known.data.tags.items():  # KFP's, seen for the first time
-        set_tags(client, known.info.run_id, {**tags, **OPENED_BY_KFP})
-    return client.get_run(known.info.run_id)
+        return _with_tags(client, _only(client, store, experiment(), run, {"reflux.run": run, **ROLE}, tags), tags)
+    if tags.items() <= known.data.tags.items():
+        return known
+    return _with_tags(client, known, {**tags, **OPENED_BY_KFP})  # KFP's, seen for the first time
 
 
 def nested(client: Any, parent: Any, store: Store, *, stage: str, run: str, key: str, job: str) -> Any:
@@ -68,12 +67,10 @@ def nested(client: Any, parent: Any, store: Store, *, stage: str, run: str, key:
     tags = {**own, **_kfp_tags(job)}
     given = _environments(client, job) or _drivers(client, parent, stage, own)
     if given is not None:
-        set_tags(client, given.info.run_id, {**tags, **OPENED_BY_KFP})
-        return client.get_run(given.info.run_id)
+        return _with_tags(client, given, {**tags, **OPENED_BY_KFP})
     below = {**tags, PARENT: parent.info.run_id}
     made = _only(client, store, parent.info.experiment_id, stage, own, below)
-    set_tags(client, made.info.run_id, below)  # people may have removed the parent of the first attempt
-    return client.get_run(made.info.run_id)
+    return _with_tags(client, made, below)  # people may have removed the parent of the first attempt
 
 
 def stages_below(client: Any, parent: Any) -> list[Any]:
@@ -101,7 +98,8 @@ def _only(
     claim = f"{CLAIMS}/{experiment}/{sha256_hex(canonical(dict(identity)))}"
     chosen = found[0]
     if not store.create(claim, chosen.info.run_id.encode()):
-        earlier = _active(client, store.read(claim).decode())
+        agreed = store.read(claim).decode()
+        earlier = chosen if agreed == chosen.info.run_id else _active(client, agreed)
         if earlier is None:  # people removed it
             store.write(claim, chosen.info.run_id.encode())
         chosen = earlier or chosen
@@ -208,6 +206,14 @@ def set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:
     from mlflow.entities import RunTag
 
     client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+
+
+def _with_tags(client: Any, run: Any, tags: Mapping[str, str]) -> Any:
+    """The run, once it has these tags."""
+    if tags.items() <= run.data.tags.items():
+        return run
+    set_tags(client, run.info.run_id, tags)
+    return client.get_run(run.info.run_id)
 
 
 def _kfp_tags(job: str) -> dict[str, str]:

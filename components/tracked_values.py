@@ -67,11 +67,13 @@ def log_inputs(client: Any, run_id: str, parents: Mapping[str, Artifact], source
         _again(lambda: client.log_inputs(run_id, datasets=datasets))
 
 
-def log_points(client: Any, run_id: str, points: list[MetricPoint], *, first: int) -> None:
+def log_points(
+    client: Any, run_id: str, points: list[MetricPoint], *, first: int, tags: Mapping[str, str]
+) -> None:  # fmt: skip
     """Log points with the times that they carry. `first` is the place of the first one among all that the stage
-    publishes: what an attempt has logged is not logged again by another one, which may have measured other times.
+    publishes, `tags` are the run's: what an attempt has logged is not logged again by another one, which may have
+    measured other times.
     """
-    tags = client.get_run(run_id).data.tags
     new = points[max(0, int(tags.get(_POINTS, 0)) - first) :]
     if new:
         _log_metrics(client, run_id, new, {_POINTS: str(first + len(points)), _LAST_STEP: str(new[-1].step)})

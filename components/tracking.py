@@ -159,8 +159,9 @@ class StageRun:
         """
         self.waiting += points
         try:
-            if self._is_mine():
-                self._log_waiting()
+            tags = self.client.get_run(self.run_id).data.tags
+            if self._is_mine(tags):
+                self._log_waiting(tags)
         except Exception as error:  # MLflow raises its own, requests' and its database's errors
             print(f"tracking: {len(self.waiting)} points wait, MLflow does not answer ({_line(error)})", flush=True)
 
@@ -169,7 +170,8 @@ class StageRun:
 
         An attempt that was taken over says so too: the other one may find this artifact, and then has no points.
         """
-        self._log_waiting()
+        if self.waiting:
+            self._log_waiting(self.client.get_run(self.run_id).data.tags)
         tags = {"reflux.digest": artifact.digest, "reflux.artifact": artifact.uri}
         origin = self._origin(artifact) if reused and not self.finished_before else self.run_id
         if origin != self.run_id:  # else another attempt at this stage made it
@@ -185,7 +187,7 @@ class StageRun:
 
     def close(self, status: str) -> None:
         """Mark it as ended, unless it goes on in another attempt."""
-        if self._is_mine():
+        if self._is_mine(self.client.get_run(self.run_id).data.tags):
             self.client.set_terminated(self.run_id, status=status)
 
     @property
@@ -193,13 +195,13 @@ class StageRun:
         """The run's page, "" where no server shows it."""
         return run_url(self.experiment, self.run_id)
 
-    def _log_waiting(self) -> None:
-        tracked_values.log_points(self.client, self.run_id, self.waiting, first=self.logged)
+    def _log_waiting(self, tags: Mapping[str, str]) -> None:
+        tracked_values.log_points(self.client, self.run_id, self.waiting, first=self.logged, tags=tags)
         self.logged += len(self.waiting)
         self.waiting.clear()
 
-    def _is_mine(self) -> bool:
-        if not self.taken_over and self.client.get_run(self.run_id).data.tags.get(_ATTEMPT) != self.attempt:
+    def _is_mine(self, tags: Mapping[str, str]) -> bool:
+        if not self.taken_over and tags.get(_ATTEMPT) != self.attempt:
             print("tracking: another attempt at this stage has begun, and logs from here on", flush=True)
             self.taken_over = True
         return not self.taken_over
