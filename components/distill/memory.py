@@ -7,7 +7,8 @@
 
 S, T parameters of student and teacher; M trained ones of the decoder (with adapters, theirs); L weights of its linear
 layers, L' those that move; r bytes of a number in compute_dtype; N places of a micro-batch, padding included. With
-fsdp2 a process holds its share of M, of the decoder in S, and rounds in each forward.
+fsdp2 a process holds its share of M, of the decoder in S, rounds in each forward, and has all of the decoder while
+rollouts are made.
 
 A is per place and layer `a D + b F` bytes, D hidden and F intermediate channels, with the coefficients below: counted
 from the tensors that autograd saves on two shapes, 576/1536 and 1024/2816, which they fit within 2 %. With
