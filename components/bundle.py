@@ -208,7 +208,7 @@ def load_bundle(folder: Path) -> Any:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         if (file.metadata() or {}).get("checkpoint") == "latent":
             raise ValueError(f"{folder}/model.safetensors: holds latent master weights, not deployed ones")
-        state = dict(_dequantized(file, scheme))
+        state = dict(dequantized(file, scheme))
     if missing != state.keys():
         raise ValueError(
             f"{folder}/model.safetensors: does not fit config.json; differing: {sorted(missing ^ state.keys())[:3]}"
@@ -221,7 +221,7 @@ def load_bundle(folder: Path) -> Any:
     return apply_scheme(model, on_the_grid, policy).eval().requires_grad_(False)
 
 
-def _dequantized(file: Any, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
+def dequantized(file: Any, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
     for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
         if name.endswith(".weight_packed"):
             stem = name.removesuffix(".weight_packed")

@@ -143,7 +143,7 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
             layers.set_submodule(name, LowBitLinear(linear, scheme.weight_bits, scheme.group_size))
     model.policy, model.rounds_activations = policy, True
     if scheme.quantizes_activations:
-        model.model.register_forward_pre_hook(_look_up_scales(policy), with_kwargs=True)
+        model.model.register_forward_pre_hook(look_up_scales(policy), with_kwargs=True)
         for site, module in site_modules(model).items():
             module.register_forward_pre_hook(_Rounding(model, scheme, site), with_kwargs=True)
     return model
@@ -194,7 +194,7 @@ class _Rounding:
         return self.quantizer(x_BTD, scale_BT1, self.bits)
 
 
-def _look_up_scales(policy: PositionTable | None) -> Any:
+def look_up_scales(policy: PositionTable | None) -> Any:
     """Forward pre-hook of the decoder: the scales of all sites at this forward's positions, looked up once."""
 
     def look_up(decoder: Any, args: tuple, kwargs: dict) -> None:

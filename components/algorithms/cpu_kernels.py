@@ -1,0 +1,219 @@
+"""Linear layers that multiply low-bit codes with torch's own CPU kernels: a forward that is low-bit in fact, so that
+its time and memory can be measured.
+
+Rounded activations: `IntegerLinear`. Codes of weights and activations lie as int8, every group of a row is one integer
+product (`torch._int_mm`), exact in int32, and scales come afterwards. A CPU has no product of 4-bit codes, so W4A4 runs
+as integers of 8 bits, with twice the bytes of its codes. Dual-scale activations are two rows of codes, one for each
+grid, the other's values zero in it.
+Weights alone: `Int4Linear`. Codes lie as 4 bits and meet activations in bfloat16 (`_weight_int4pack_mm_for_cpu`; in
+float32 the same kernel is right and many times slower).
+
+Shapes: O outputs, I inputs, G groups of a row, S inputs of a group, B batch, T tokens, N tokens of a batch, R rows of
+codes (N for one grid, 2 N for two).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reflux.kernels.dual_scale_quant import largest_code, outlier_scale, quantize
+
+from .low_bit import look_up_scales, site_modules
+from .policies import PositionTable
+from .quantizers import SMALLEST_SCALE, weight_values
+
+INT4_GROUPS = (32, 64, 128, 256)
+INT4_OUTPUTS = 16
+"""What torch's kernel takes: these group sizes, and outputs in multiples of this."""
+INT4_ZERO = 8
+"""The kernel's code for zero."""
+ROWS_AT_ONCE = 256
+"""Of an integer product: its sums are as many matrices as there are groups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedWeight:
+    """A symmetric low-bit weight: value = code * scale of its group."""
+
+    bits: int
+    codes_OI: Tensor
+    """int8"""
+    scale_OG: Tensor
+    """float32"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedRows:
+    """What a site's rounding made of its tokens."""
+
+    source_BTI: Tensor
+    """The hidden states that were rounded, by which a linear knows that they are its own."""
+    codes_RI: Tensor
+    """int8"""
+    scale_R1: Tensor
+    grids: int
+    """R / N"""
+
+
+def coded_rows(x_BTI: Tensor, main_scale_BT1: Tensor | None, bits: int, activation: str) -> CodedRows:
+    """Codes of the hidden states on the grids of `activation`, those of quantizers.QUANTIZERS. ValueError for one that
+    has no integer form here.
+    """
+    x_NI = x_BTI.reshape(-1, x_BTI.shape[-1]).float()
+    if activation == "plain":
+        top = largest_code(bits)
+        scale_N1 = (x_NI.abs().amax(-1, keepdim=True) / top).clamp(min=SMALLEST_SCALE)
+        codes_NI = (x_NI / scale_N1).round().clamp(-top, top).to(torch.int8)
+        return CodedRows(source_BTI=x_BTI, codes_RI=codes_NI, scale_R1=scale_N1, grids=1)
+    if activation == "dual":
+        assert main_scale_BT1 is not None, "dual-scale quantisation needs the policy's main scale"
+        main_N1 = main_scale_BT1.expand(*x_BTI.shape[:-1], 1).reshape(-1, 1).float()
+        outlier_N1 = outlier_scale(x_NI, main_N1, bits)
+        codes_NI, is_outlier_NI = quantize(x_NI, main_N1, outlier_N1, bits)
+        codes_RI = torch.cat([codes_NI.masked_fill(is_outlier_NI, 0), codes_NI.masked_fill(~is_outlier_NI, 0)])
+        return CodedRows(source_BTI=x_BTI, codes_RI=codes_RI, scale_R1=torch.cat([main_N1, outlier_N1]), grids=2)
+    raise ValueError(f"activation {activation!r}: has no integer kernel, allowed are 'dual' and 'plain'")
+
+
+class IntegerLinear(nn.Module):
+    """A linear layer of int8 codes on both sides. `incoming` is set by its site before each forward; None multiplies
+    the hidden states as they are, with the weight restored for the moment: the path without rounded activations.
+    """
+
+    codes_GSO: Tensor
+    scale_GO: Tensor
+
+    def __init__(self, coded: CodedWeight, bias_O: Tensor | None) -> None:
+        super().__init__()
+        outputs, groups = coded.scale_OG.shape
+        codes_OGS = coded.codes_OI.reshape(outputs, groups, -1)
+        self.register_buffer("codes_GSO", codes_OGS.permute(1, 2, 0).contiguous())
+        self.register_buffer("scale_GO", coded.scale_OG.t().contiguous())
+        self.bias = None if bias_O is None else nn.Parameter(bias_O.detach(), requires_grad=False)
+        self.incoming: CodedRows | None = None
+
+    def group_sums(self, codes_RI: Tensor) -> Tensor:
+        """[G, R, O] int32, exact: of every group, the products of codes summed."""
+        groups, size, outputs = self.codes_GSO.shape
+        codes_GRS = codes_RI.reshape(-1, groups, size).transpose(0, 1).contiguous()
+        sums_GRO = torch.empty(groups, len(codes_RI), outputs, dtype=torch.int32)
+        for g in range(groups):
+            torch._int_mm(codes_GRS[g], self.codes_GSO[g], out=sums_GRO[g])
+        return sums_GRO
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.incoming
+        if rows is None:
+            return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+        if rows.source_BTI is not x:
+            raise ValueError("integer kernels: a block changes its hidden states before its linears read them")
+        y_RO = torch.cat(
+            [
+                (self.group_sums(part_RI) * self.scale_GO[:, None]).sum(0)
+                for part_RI in rows.codes_RI.split(ROWS_AT_ONCE)
+            ]
+        )
+        y_RO = y_RO * rows.scale_R1
+        y = y_RO.reshape(rows.grids, -1, y_RO.shape[-1]).sum(0).reshape(*x.shape[:-1], -1)
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """[O, I] the restored weight."""
+        codes_OI = self.codes_GSO.permute(2, 0, 1).reshape(self.scale_GO.shape[1], -1)
+        return weight_values(codes_OI, self.scale_GO.t())
+
+
+class Int4Linear(nn.Module):
+    """A linear layer of 4-bit codes whose activations stay in floating point."""
+
+    packed_OP: Tensor
+    scales_GO2: Tensor
+
+    def __init__(self, coded: CodedWeight, bias_O: Tensor | None, dtype: torch.dtype) -> None:
+        """ValueError for a weight that torch's kernel does not take."""
+        super().__init__()
+        (outputs, inputs), groups = coded.codes_OI.shape, coded.scale_OG.shape[1]
+        self.group_size = inputs // groups
+        if coded.bits > 4 or self.group_size not in INT4_GROUPS or outputs % INT4_OUTPUTS:
+            raise ValueError(
+                f"weight_bits {coded.bits}, group_size {self.group_size}, {outputs} outputs: torch's 4-bit kernel takes "
+                f"up to 4 bits, groups of {INT4_GROUPS} and outputs in multiples of {INT4_OUTPUTS}"
+            )
+        convert = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+        self.register_buffer("packed_OP", convert(coded.codes_OI.to(torch.int32) + INT4_ZERO, 1))
+        scale_GO = coded.scale_OG.t()
+        self.register_buffer(
+            "scales_GO2", torch.stack([scale_GO, torch.zeros_like(scale_GO)], -1).to(dtype).contiguous()
+        )
+        self.bias = None if bias_O is None else nn.Parameter(bias_O.detach().to(dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_NI = x.reshape(-1, x.shape[-1]).to(self.scales_GO2.dtype)
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        y = multiply(x_NI, self.packed_OP, self.group_size, self.scales_GO2).reshape(*x.shape[:-1], -1)
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+class _Coding:
+    """Forward pre-hook of a site: rounds its hidden states to codes and hands them to the linears that read them."""
+
+    def __init__(self, model: Any, site: str, linears: list[IntegerLinear], bits: int, activation: str) -> None:
+        self.model, self.site, self.linears, self.bits, self.activation = model, site, linears, bits, activation
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        rows = None
+        if self.model.rounds_activations:
+            policy, scales = self.model.policy, self.model.model.main_scales
+            main_scale_BT1 = None if policy is None else scales[policy.index[self.site]][..., None]
+            x_BTI = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            rows = coded_rows(x_BTI, main_scale_BT1, self.bits, self.activation)
+        for linear in self.linears:
+            linear.incoming = rows
+
+
+def use_integer_kernels(
+    model: Any,
+    weights: dict[str, CodedWeight],
+    site_bits: dict[str, int],
+    activation: str,
+    policy: PositionTable | None,
+) -> Any:
+    """Replace the linears named in `weights` by IntegerLinears, whose activations are rounded to `site_bits` at each
+    site; the model itself. ValueError if a linear stands in no site, or a site's values do not fit int8.
+    """
+    sites = site_modules(model)
+    for site, bits in site_bits.items():
+        if site not in sites or not 2 <= bits <= 8:
+            raise ValueError(f"integer kernels: site {site!r} of {bits} bits, the model's sites take 2 to 8")
+    paths = {site: next(path for path, module in model.named_modules() if module is sites[site]) for site in sites}
+    for name, coded in weights.items():
+        model.set_submodule(name, IntegerLinear(coded, model.get_submodule(name).bias))
+    model.policy, model.rounds_activations = policy, True
+    model.model.register_forward_pre_hook(look_up_scales(policy), with_kwargs=True)
+    fed: dict[str, list[IntegerLinear]] = {site: [] for site in sites}
+    for name in weights:
+        holds = [site for site, path in paths.items() if name == path or name.startswith(f"{path}.")]
+        if not holds:
+            raise ValueError(f"integer kernels: {name} stands in no block whose activations are rounded")
+        fed[max(holds, key=lambda site: len(paths[site]))].append(model.get_submodule(name))
+    for site, linears in fed.items():
+        module = model.get_submodule(paths[site])
+        module.register_forward_pre_hook(_Coding(model, site, linears, site_bits[site], activation), with_kwargs=True)
+    return model
+
+
+def use_int4_kernels(model: Any, weights: dict[str, CodedWeight], dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Replace the linears named in `weights` by Int4Linears and everything else by its value in `dtype`; the model
+    itself, whose activations are not rounded. ValueError for a weight that the kernel does not take.
+    """
+    for name, coded in weights.items():
+        model.set_submodule(name, Int4Linear(coded, model.get_submodule(name).bias, dtype))
+    for parameter in model.parameters():  # not the buffers: RoPE's frequencies stay in float32
+        parameter.data = parameter.data.to(dtype)
+    model.policy, model.rounds_activations = None, True
+    return model
