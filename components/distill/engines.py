@@ -85,7 +85,7 @@ def vllm_engine(rolling: Rolling) -> Engine:
     pads = rolling.student.config.vocab_size > rolling.vocab_size
 
     def answer(requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        served.apply_model(lambda model: model.load_weights(deployed_weights(rolling.student)))
+        served.collective_rpc("reload_weights", kwargs={"weights_iterator": deployed_weights(rolling.student)})
         served.reset_prefix_cache()  # its keys and values are those of the weights before
         drawn_from = [
             SamplingParams(
