@@ -59,7 +59,7 @@ def parse(text: str) -> Cron:
         raise ValueError(f"cron {text!r}: has {len(parts)} fields; KFP wants {_FIELDS_NOTE}{advice}")
     written = dict(zip(FIELDS, parts, strict=True))
     values = {field: _numbers(text, field, part) for field, part in written.items()}
-    free = frozenset(field for field, part in written.items() if part.startswith(("*", "?")))
+    free = frozenset(f for f, part in written.items() if any(p.startswith(("*", "?")) for p in part.split(",")))
     if len(values["second"]) > 1:
         raise ValueError(f"cron {text!r}: second {written['second']} would start several runs a minute; write 0")
     cron = Cron(text=" ".join(parts), values=values, free=free)
@@ -107,8 +107,10 @@ def _days(cron: Cron) -> str:
     numbers, weekdays = cron.values["day of month"], cron.values["day of week"]
     of_month = f"on day {_listed(numbers)} of the month" if len(numbers) < 31 else ""
     of_week = f"on {_listed([DAYS[number] for number in weekdays])}" if len(weekdays) < 7 else ""
-    joint = " if also " if cron.free & {"day of month", "day of week"} else " or "
-    return joint.join(filter(None, (of_month, of_week))) or "every day"
+    both_count = cron.free & {"day of month", "day of week"}
+    if not (of_month and of_week) and not both_count:  # one of them names every day, and one is enough
+        return "every day"
+    return (" if also " if both_count else " or ").join(filter(None, (of_month, of_week))) or "every day"
 
 
 def _months(cron: Cron) -> str:
@@ -130,7 +132,7 @@ def _numbers(text: str, field: str, part: str) -> tuple[int, ...]:
         try:
             begin = low if first == "*" else _number(first, low, names)
             end = high if first == "*" or (slash and not dash) else _number(last, low, names) if dash else begin
-            stride = int(step) if slash else 1
+            stride = _digits(step) if slash else 1
         except ValueError:
             raise wrong from None
         if not low <= begin <= end <= high or stride < 1:
@@ -143,7 +145,12 @@ def _number(text: str, low: int, names: tuple[str, ...]) -> int:
     short = [name[:3].upper() for name in names]
     if text.upper() in short:
         return short.index(text.upper()) + low
-    if not text.isdecimal():
+    return _digits(text)
+
+
+def _digits(text: str) -> int:
+    """Go reads nothing else: no digits of other scripts, no 1_0."""
+    if not (text.isascii() and text.isdecimal()):
         raise ValueError(text)
     return int(text)
 

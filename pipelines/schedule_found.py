@@ -14,7 +14,7 @@ from reflux.pipelines import kfp_api, watch
 from reflux.pipelines.kfp_api import Api
 
 _MARKED = re.compile(
-    r"\[reflux schedule of (?P<source>\w+ \S+), times in (?P<zone>\S+), sha256:(?P<digest>[0-9a-f]{64})\]$"
+    r"\[reflux schedule of (?P<source>\w+ .+), times in (?P<zone>\S+), sha256:(?P<digest>[0-9a-f]{64})\]$"
 )
 
 

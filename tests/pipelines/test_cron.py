@@ -25,6 +25,8 @@ def fires(text: str, after: str, number: int = 3) -> list[str]:
         ("0 0 6,18 * * *", "at 06:00, 18:00 every day", ["2026-11-30 06:00:00", "2026-11-30 18:00:00"]),
         ("0 0 0 1 JAN,JUL *", "at 00:00 on day 1 of the month in January, July", ["2027-01-01 00:00:00"]),
         ("0 0 0 1 * 5", "at 00:00 on day 1 of the month or on Friday", ["2026-12-01 00:00:00", "2026-12-04 00:00:00"]),
+        ("0 0 0 1-31 * 5", "at 00:00 every day", ["2026-11-30 00:00:00", "2026-12-01 00:00:00"]),
+        ("0 0 0 1,* * 5", "at 00:00 on Friday", ["2026-12-04 00:00:00", "2026-12-11 00:00:00"]),
         ("0 0 0 29 2 *", "at 00:00 on day 29 of the month in February", ["2028-02-29 00:00:00"]),
         ("0 5/20 9-10 * * 0,6", "at minute 5, 25, 45 of hour 9, 10 on Sunday, Saturday", ["2026-12-05 09:05:00"]),
     ],
@@ -52,6 +54,8 @@ def test_a_time_itself_is_not_after_it() -> None:
         ("0 0 */0 * * *", "hour '\\*/0'"),
         ("0 0 3, * * *", "hour '3,'"),
         ("0 0 3 31 2 *", "no such day"),
+        ("0 0 \u0663 * * *", "hour '\u0663'"),
+        ("0 */1_0 3 * * *", "minute '\\*/1_0'"),
     ],
 )
 def test_what_kfp_would_misread_or_refuse(text: str, message: str) -> None:

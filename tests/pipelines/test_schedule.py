@@ -84,6 +84,19 @@ def test_applying_the_same_again_changes_nothing(contract: Contract, capsys: pyt
     assert capsys.readouterr().out.endswith("schedule weekly: unchanged\n")
 
 
+def test_a_pipeline_with_spaces_in_its_name_has_one_schedule(contract: Contract, package: Package) -> None:
+    """Only what reflux registers has a name as Kubernetes wants it."""
+    api = reach(contract)
+    body = {"display_name": "[Tutorial] Tea, times in doubt"}
+    pipeline = contract.state.serve("pipeline_service_create_pipeline", {}, {}, body)
+    query = {"pipelineid": pipeline["pipeline_id"], "name": "v1"}
+    contract.state.serve("upload_pipeline_version", {}, query, package.text)
+    for _ in range(2):
+        schedule.apply(api, wanted(pipeline="[Tutorial] Tea, times in doubt"))
+    assert schedule_found.named(api, "weekly").source == "pipeline [Tutorial] Tea, times in doubt"
+    assert len(contract.state.recurring) == 1
+
+
 def test_a_change_replaces_in_an_order_that_loses_nothing(contract: Contract) -> None:
     schedule.apply(reach(contract), wanted())
     (old,) = contract.state.recurring
