@@ -52,7 +52,7 @@ class BundleQuantizationConfig(QuantizationConfigMixin):
     """Where the bundle lies, and which forward it gets."""
 
     def __init__(self, folder: str, forward: str = "simulated", **_: Any) -> None:
-        self.quant_method, self.folder, self.forward = METHOD, folder, forward  # type: ignore[assignment]
+        self.quant_method, self.folder, self.forward = METHOD, folder, forward
 
 
 @register_quantizer(METHOD)

@@ -141,8 +141,8 @@ class Int4Linear(nn.Module):
         self.group_size = inputs // groups
         if coded.bits > 4 or self.group_size not in INT4_GROUPS or outputs % INT4_OUTPUTS:
             raise ValueError(
-                f"weight_bits {coded.bits}, group_size {self.group_size}, {outputs} outputs: torch's 4-bit kernel takes "
-                f"up to 4 bits, groups of {INT4_GROUPS} and outputs in multiples of {INT4_OUTPUTS}"
+                f"weight_bits {coded.bits}, group_size {self.group_size}, {outputs} outputs: torch's 4-bit kernel "
+                f"takes up to 4 bits, groups of {INT4_GROUPS} and outputs in multiples of {INT4_OUTPUTS}"
             )
         convert = torch.ops.aten._convert_weight_to_int4pack_for_cpu
         self.register_buffer("packed_OP", convert(coded.codes_OI.to(torch.int32) + INT4_ZERO, 1))
