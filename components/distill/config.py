@@ -9,7 +9,7 @@ from reflux.components.declare import check_choices, choice, setting, source
 
 from .terms import OBJECTIVES, ROLLOUTS, TRACES, Term, parse, require_place
 
-STAGE_VERSION = "3"
+STAGE_VERSION = "4"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +205,7 @@ RANGES: dict[str, Callable[[float], bool]] = {
     "must not be negative": lambda value: value >= 0,
     "must be in [0, 1]": lambda value: 0 <= value <= 1,
     "must be in [0, 1)": lambda value: 0 <= value < 1,
+    "must be in (0, 1]": lambda value: 0 < value <= 1,
 }
 RANGE_OF = {
     "must be positive": (
@@ -217,10 +218,11 @@ RANGE_OF = {
         "warmup_steps", "joint_steps", "finetune_steps", "max_steps", "rise_steps", "joint_last_layers", "trace_k",
         "warmup_policy_lr", "joint_policy_lr", "joint_student_lr", "finetune_policy_lr", "finetune_student_lr",
         "weight_clip_lr", "weight_decay", "validation_traces", "rollout_slots", "sharpen_temperature",
-        "lora_rank", "validate_every", "patience", "generations_every", "memory_gib",
+        "rollout_temperature", "lora_rank", "validate_every", "patience", "generations_every", "memory_gib",
     ),
     "must be in [0, 1]": ("beta", "on_policy_fraction", "final_rate", "discount"),
     "must be in [0, 1)": ("ema_decay", "skew"),
+    "must be in (0, 1]": ("rollout_top_p",),
 }  # fmt: skip
 """Range -> the fields that are held to it; NaN is in none."""
 
@@ -241,6 +243,10 @@ def _check_quantiser(config: DistillConfig) -> None:
             f"distill.lora_rank {config.lora_rank}: adapters are merged into the weights before these are rounded, and "
             "weight_bits is 16; take fewer bits, or 0"
         )
+    if config.lora_targets and not config.lora_rank:
+        raise ValueError(
+            f"distill.lora_targets {config.lora_targets}: adapters need a lora_rank above 0; at 0 weights are trained"
+        )
     if config.rollout_engine == "vllm" and config.activation_bits < 16:
         raise ValueError(
             f"distill.rollout_engine 'vllm': vLLM does not round activations, and activation_bits is "
@@ -251,8 +257,10 @@ def _check_quantiser(config: DistillConfig) -> None:
 def _check_export(config: DistillConfig) -> None:
     if config.export == "ema" and not config.ema_decay:
         raise ValueError("distill.export 'ema': needs an ema_decay above 0")
+    if config.validate_every and not config.validation_traces:
+        raise ValueError(f"distill.validate_every {config.validate_every}: needs validation_traces above 0")
     for name, needed in {"export": config.export == "best", "patience": config.patience > 0}.items():
-        if needed and not (config.validate_every and config.validation_traces):
+        if needed and not config.validate_every:
             raise ValueError(
                 f"distill.{name} {getattr(config, name)!r}: needs validate_every and validation_traces above 0"
             )

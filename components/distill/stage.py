@@ -25,9 +25,8 @@ from .memory import need_of, require_memory
 from .objective import DistillationLoss
 from .own_answers import answering
 from .student import device_of, make_student, scheme_of
-from .trainer import NotFiniteError, Trainer
-from .training import Watched, choose, kept, train
-from .validation import validation_loss
+from .trainer import Trainer
+from .training import Watched, choose, train, validated
 
 LATENT = {"checkpoint": "latent"}
 """Marks master weights, which are not what is deployed: calibrate accepts only these, bundle.py refuses them."""
@@ -57,19 +56,21 @@ def run(
         parallel.shard(model)
     phases = steps_of(config, has_policy=policy is not None)
     trainer = make_trainer(config, phases, model, tokenizer, loss, examples, _hard(labels), student_path)
-
-    def validated() -> float:
-        return validation_loss(loss, [*validation.values()], config.micro_batch_sequences)
+    metrics: dict[str, float] = {}
 
     with tempfile.TemporaryDirectory() as scratch:
-        metrics = {"validation_loss_before_nats": validated()}
-        if not metrics["validation_loss_before_nats"] < float("inf"):
-            error = NotFiniteError("distill: before training the validation loss is not finite", [*validation.values()])
-            raise kept(error, trainer, student, Path(scratch))
+
+        def validate(name: str, when: str) -> None:
+            if validation:
+                metrics[name] = validated(trainer, validation, student, Path(scratch), when=when)
+
+        validate("validation_loss_before_nats", "before training")
         watched = train(trainer, validation, tokenizer, student, Path(scratch))
-        metrics |= {"steps": float(trainer.step), "validation_loss_last_nats": validated()}
-        with trainer.ema.exchanged(trainer.local()):
-            metrics["validation_loss_ema_nats"] = validated()
+        metrics["steps"] = float(trainer.step)
+        validate("validation_loss_last_nats", "of the last weights")
+        if config.ema_decay:
+            with trainer.ema.exchanged(trainer.local()):
+                validate("validation_loss_ema_nats", "of the averaged weights")
         if config.validate_every:
             metrics |= {
                 "validation_loss_best_nats": watched.best.nats,

@@ -75,4 +75,7 @@ def require_place(field: str, terms: tuple[Term, ...], place: str) -> None:
     for term in terms:
         only_on = OBJECTIVES[term.name].only_on
         if only_on and only_on != place:
-            raise ValueError(f"distill.{field}: {term.name} needs {only_on}, and this is the objective on {place}")
+            hint = "" if field == "trace_objective" or place == ROLLOUTS else "; name another one in trace_objective"
+            raise ValueError(
+                f"distill.{field}: {term.name} needs {only_on}, and this is the objective on {place}{hint}"
+            )

@@ -54,7 +54,7 @@ def train(
         _report(trainer.step, total, _note(trainer))
         try:
             trainer.advance()
-            _look(trainer, watched, validation, tokenizer, folder)
+            _look(trainer, watched, validation, tokenizer, student, folder)
         except NotFiniteError as error:
             raise kept(error, trainer, student, folder) from error
         if trainer.step % config.checkpoint_every == 0 and trainer.step < total:
@@ -79,6 +79,20 @@ def kept(error: NotFiniteError, trainer: Trainer, student: Writer, folder: Path)
     return FloatingPointError(f"{error}. It is kept: reflux replay {place}")
 
 
+def validated(
+    trainer: Trainer, validation: Mapping[str, Sequence], student: Writer, folder: Path, *, when: str
+) -> float:
+    """Nats per scored token by the weights as they stand. FloatingPointError where that is not finite: these very
+    weights are kept, the average if that is what is validated.
+    """
+    sequences = [*validation.values()]
+    nats = validation_loss(trainer.loss, sequences, trainer.config.micro_batch_sequences)
+    if not nats < float("inf"):
+        error = NotFiniteError(f"distill: the validation loss {when} is {nats} nats a token", sequences)
+        raise kept(error, trainer, student, folder)
+    return nats
+
+
 def choose(trainer: Trainer, export: str, folder: Path) -> None:
     """Make the weights of that name the student's: last, ema, or best."""
     if export == "ema":
@@ -89,15 +103,19 @@ def choose(trainer: Trainer, export: str, folder: Path) -> None:
             value.copy_(weights[name])
 
 
-def _look(trainer: Trainer, watched: Watched, validation: Mapping[str, Sequence], tokenizer: Any, folder: Path) -> None:
+def _look(
+    trainer: Trainer,
+    watched: Watched,
+    validation: Mapping[str, Sequence],
+    tokenizer: Any,
+    student: Writer,
+    folder: Path,
+) -> None:
     """What the step that was just made is looked at with: validation of the averaged weights, answers of the last."""
     config, step = trainer.config, trainer.step
     if config.validate_every and step % config.validate_every == 0:
         with trainer.ema.exchanged(trainer.local()):
-            nats = validation_loss(trainer.loss, [*validation.values()], config.micro_batch_sequences)
-            if not nats < float("inf"):
-                message = f"distill: the validation loss after step {step} is {nats} nats a token"
-                raise NotFiniteError(message, [*validation.values()])
+            nats = validated(trainer, validation, student, folder, when=f"after step {step}")
             if watched.best.see(nats, step):
                 torch.save(trainer.local(), folder / _file("best", trainer))
         trainer.history[-1].values["validation_loss_nats"] = nats

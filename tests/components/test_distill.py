@@ -247,6 +247,16 @@ def test_a_student_comes_with_its_history_and_says_what_it_is(whole: Artifact) -
     assert json.loads(whole.file("scheme.json"))["activation"] == "dual"
 
 
+def test_no_validation_and_no_average_are_not_reported_as_zero(chain: Chain) -> None:
+    plain = chain.distilled(max_steps=1, activation="plain", validation_traces=0, ema_decay=0.0, export="last")
+    assert not [name for name in plain.metrics if name.startswith("validation")]
+    some = chain.distilled(max_steps=1, activation="plain", ema_decay=0.0, export="last")
+    assert {name for name in some.metrics if name.startswith("validation")} == {
+        "validation_loss_before_nats",
+        "validation_loss_last_nats",
+    }
+
+
 def test_last_and_ema_are_exported_by_name(whole: Artifact, chain: Chain) -> None:
     last = chain.distilled(export="last")
     assert last.metrics == whole.metrics  # the same training, validated both ways

@@ -68,6 +68,31 @@ def test_what_is_wrong_before_training_is_kept_as_well(chain: Chain, tmp_path: P
     failed(chain, student, tmp_path / "store")
 
 
+@pytest.mark.parametrize(
+    ("options", "when", "is_average"),
+    [
+        ({"export": "last"}, "of the last weights", False),
+        ({"validate_every": 1}, "after step 1", True),
+    ],
+)
+def test_what_the_last_step_broke_is_kept_with_the_weights_that_were_validated(
+    chain: Chain, tmp_path: Path, options: dict[str, object], when: str, is_average: bool
+) -> None:
+    """A rate at which one step sends the weights beyond what float32 can square."""
+    one_step = {"warmup_steps": 0, "joint_steps": 0, "finetune_steps": 1, "finetune_student_lr": 1e36}
+    place = failed(chain, chain.model, tmp_path / "store", final_rate=1.0, weight_decay=0.0, **one_step, **options)
+    shown = CliRunner().invoke(cli, ["replay", place, "--store", str(tmp_path / "store")])
+    assert f"distill: the validation loss {when} is nan nats a token" in shown.output
+    assert "made again: nan nats a token, 2 sequences" in shown.output
+    store = Store.open(str(tmp_path / "store"))
+    (key,) = (key for key in store.list(place) if key.endswith("weights.safetensors"))
+    store.download(key, tmp_path / "weights.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    moved = load_file(tmp_path / "weights.safetensors")[name] - load_file(chain.model / "model.safetensors")[name]
+    share = 0.5 if is_average else 1.0  # ema_decay 0.5; AdamW's first step is the rate
+    assert moved.abs().median() == pytest.approx(share * 1e36, rel=1e-3)
+
+
 def test_rollouts_that_are_not_finite_keep_their_prompts(chain: Chain, tmp_path: Path) -> None:
     student = poisoned(chain.model, tmp_path / "student", "model.layers.1.mlp.up_proj.weight", float("inf"))
     place = failed(chain, student, tmp_path / "store", validation_traces=0, on_policy_fraction=1.0)

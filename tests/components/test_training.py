@@ -183,7 +183,11 @@ def test_answers_are_there_to_read_and_change_nothing(chain: Chain, capsys: pyte
     ("options", "message"),
     [
         ({"export": "best"}, "distill.export 'best': needs validate_every and validation_traces above 0"),
-        ({"patience": 3, "validate_every": 2, "validation_traces": 0}, "distill.patience 3: needs validate_every"),
+        ({"patience": 3}, "distill.patience 3: needs validate_every"),
+        ({"validate_every": 2, "validation_traces": 0}, "distill.validate_every 2: needs validation_traces above 0"),
+        ({"rollout_temperature": -0.1}, "distill.rollout_temperature -0.1: must not be negative"),
+        ({"rollout_top_p": 0.0}, r"distill.rollout_top_p 0\.0: must be in \(0, 1\]"),
+        ({"lora_targets": ["q_proj"]}, r"distill.lora_targets \['q_proj'\]: adapters need a lora_rank above 0"),
         ({"lora_rank": 4, "weight_bits": 16}, "distill.lora_rank 4: adapters are merged .* weight_bits is 16"),
         ({"lora_rank": -1}, "distill.lora_rank -1: must not be negative"),
         ({"parallelism": "tensor"}, "distill.parallelism 'tensor': allowed are ddp, fsdp2"),
