@@ -138,7 +138,7 @@ def made(folder: Path, stage: str, config: Any, *, output: str, **parents: Artif
     part = importlib.import_module(f"reflux.components.{stage}.config")
     writer = Writer(
         Store.open(str(folder / "store")), stage=stage, version=part.STAGE_VERSION,
-        key_fields=declare.key_fields(config), other_fields=declare.other_fields(config), parents=parents,
+        key_fields=declare.hashed_fields(config), other_fields=declare.other_fields(config), parents=parents,
         sources={field: sources.resolve(field, uri) for field, uri in declare.source_fields(config).items()},
     )  # fmt: skip
     run_stage = importlib.import_module(f"reflux.components.{stage}.stage").run

@@ -69,7 +69,7 @@ def collected(folder: Path, prompts: int, tokens: int) -> Artifact:
     )
     writer = Writer(
         Store.open(str(folder / "store")), stage="collect_traces", version=collect_config.STAGE_VERSION,
-        key_fields=declare.key_fields(config), other_fields=declare.other_fields(config), parents={},
+        key_fields=declare.hashed_fields(config), other_fields=declare.other_fields(config), parents={},
         sources={field: sources.resolve(field, uri) for field, uri in declare.source_fields(config).items()},
     )  # fmt: skip
     return writer.commit(collect_traces.run(config, traces=writer))

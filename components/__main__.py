@@ -2,7 +2,7 @@
 
     python -m reflux.components STAGE --executor-input JSON                 as KFP calls it
     python -m reflux.components STAGE --store URI --run NAME --FIELD VALUE … --INPUT MANIFEST … --out-OUTPUT PATH
-    torchrun --nproc-per-node 4 -m reflux.components distill …             one stage in several processes
+    torchrun --nproc-per-node 4 -m -- reflux.components distill …          one stage in several processes
     python -m reflux.components STAGE --help
 
 STAGE is a folder of reflux.components, or the dotted package of a stage that lives elsewhere. What all stages share is
@@ -114,12 +114,14 @@ def execute(package: str, component: Component, call: Call) -> None:
     model = call.config.registered_model if component.registers else ""
     registry.require_possible(model, store)
     parents = {name: artifacts.Artifact.load(store, place.path.read_bytes()) for name, place in call.inputs.items()}
+    parents = _in_order(component, parents)
+    inputs = _grouped(component, parents)
     given = {field: sources.resolve(field, uri) for field, uri in declare.source_fields(call.config).items()}
     writer = artifacts.Writer(
         store,
         stage=stage,
         version=importlib.import_module(f"{_package(package)}.config").STAGE_VERSION,
-        key_fields=declare.key_fields(call.config),
+        key_fields=declare.hashed_fields(call.config),
         other_fields=declare.other_fields(call.config),
         parents=parents,
         sources=given,
@@ -131,7 +133,7 @@ def execute(package: str, component: Component, call: Call) -> None:
     (output,) = component.outputs
     if not processes.is_first():
         if not processes.told(False):
-            importlib.import_module(f"{_package(package)}.stage").run(call.config, **parents, **{output: writer})
+            importlib.import_module(f"{_package(package)}.stage").run(call.config, **inputs, **{output: writer})
         return
     params = declare.key_fields(call.config) | declare.other_fields(call.config) | declare.source_fields(call.config)
     with tracking.stage_run(
@@ -142,7 +144,7 @@ def execute(package: str, component: Component, call: Call) -> None:
         if artifact is None:
             run = importlib.import_module(f"{_package(package)}.stage").run
             with progress.listening(tracked.publish if tracked else lambda points: None):
-                artifact = writer.commit(run(call.config, **parents, **{output: writer}))
+                artifact = writer.commit(run(call.config, **inputs, **{output: writer}))
         pages = {shard: artifact.file(shard) for shard in component.html.values()}
         if tracked:
             tracked.finish(artifact, reused=reused, pages=pages)
@@ -207,7 +209,10 @@ def _from_flags(component: Component, flags: list[str]) -> Call:
     for name in _PLACE:
         parser.add_argument(declare.flag(name), required=True, help=declare.PLATFORM_PARAMETERS[name])
     for name in component.inputs:
-        parser.add_argument(declare.flag(name), required=True, type=Path, metavar="MANIFEST", help=f"Input {name}.")
+        many: dict[str, Any] = {"nargs": "+"} if name in component.several else {}
+        parser.add_argument(
+            declare.flag(name), required=True, type=Path, metavar="MANIFEST", help=f"Input {name}.", **many
+        )
     shown_pages = (*declare.SHOWN, *component.html)
     for name in (*component.outputs, *shown_pages):
         page = name in shown_pages
@@ -221,7 +226,12 @@ def _from_flags(component: Component, flags: list[str]) -> Call:
     declare.to_argparse(component.config_class, parser)
     values = vars(parser.parse_args(flags))
     at = {name: values.pop(name) for name in _PLACE}
-    inputs = {name: values.pop(name) for name in component.inputs}
+    inputs: dict[str, Path] = {}
+    for name in component.inputs:
+        paths = values.pop(name)
+        inputs |= (
+            {f"{name}/{n}": path for n, path in enumerate(paths, 1)} if name in component.several else {name: paths}
+        )
     outputs = {name: values.pop(f"out_{name}") for name in (*component.outputs, *shown_pages)}
     call = Call(
         config=declare.from_mapping(component.config_class, values),
@@ -238,10 +248,33 @@ def _complete(component: Component, call: Call) -> Call:
         if not getattr(call, name):
             raise ValueError(f"{name}: must not be empty. {declare.PLATFORM_PARAMETERS[name]}")
     for name in component.inputs:
-        if name not in call.inputs or not call.inputs[name].path.is_file():
-            where = call.inputs[name].path if name in call.inputs else "not given"
-            raise ValueError(f"input {name}: no manifest there ({where})")
+        if not _of(name, call.inputs):
+            raise ValueError(f"input {name}: no manifest there (not given)")
+    for name, place in call.inputs.items():
+        if not place.path.is_file():
+            raise ValueError(f"input {name}: no manifest there ({place.path})")
     return call
+
+
+def _of(name: str, inputs: Mapping[str, Any]) -> list[Any]:
+    """What was given for an input: one, or each of a list."""
+    return [value for given, value in inputs.items() if given == name or given.startswith(f"{name}/")]
+
+
+def _in_order(component: Component, parents: Mapping[str, Any]) -> dict[str, Any]:
+    """The artifacts, those of a list by digest: in whatever order they were collected, equal ones give an equal key."""
+    ordered = dict(parents)
+    for name in component.several:
+        given = [each for each in parents if each.startswith(f"{name}/")]
+        by_digest = sorted((parents[each] for each in given), key=lambda artifact: artifact.digest)
+        ordered |= dict(zip(given, by_digest, strict=True))
+    return ordered
+
+
+def _grouped(component: Component, parents: Mapping[str, Any]) -> dict[str, Any]:
+    """The artifacts as a stage takes them."""
+    several = {name: _of(name, parents) for name in component.several}
+    return {name: several.get(name) or parents[name] for name in component.inputs}
 
 
 def _package(package: str) -> str:

@@ -149,6 +149,13 @@ class Writer:
                 raise ArtifactError(f"shard {name}: {content} changed while it was being written")
         self._point(shard)
 
+    def inherit(self, parent: Artifact, shard: Shard) -> None:
+        """List a shard of a parent as one of this artifact's, under the same name. Its object stays where it lies."""
+        assert (parent.stage, parent.key) in {(p.stage, p.key) for p in self._draft.parents.values()}
+        if shard.name in self._shards:
+            raise ValueError(f"shard {shard.name}: written twice")
+        self._shards[shard.name] = shard
+
     def pending_table(self, name: str) -> pa.Table:
         """Read back a table of this attempt."""
         if not self.done(name):
@@ -181,7 +188,8 @@ class Writer:
             metrics={name: float(value) for name, value in metrics.items()},
             finished=environment.now(),
         )
-        self.store.settle(shard.object for shard in manifest.shards)
+        own = [shard.object for shard in manifest.shards if shard.object.startswith(f"{self._folder}/")]
+        self.store.settle(own)
         created = self.store.create(manifest_key(self.stage, self.key), to_bytes(manifest))
         artifact = Artifact.open(self.store, self.stage, self.key)
         if absent := _absent(artifact):
@@ -193,9 +201,9 @@ class Writer:
             message = "%s: another attempt was first with %s; this one made %s, which is dropped"
             log.warning(message, artifact.place, artifact.digest, manifest.digest)
         listed = {shard.object for shard in artifact.record.shards}
-        for shard in manifest.shards:
-            if shard.object not in listed:  # times are never the same twice, so the loser of a race has some of its own
-                self.store.delete(shard.object)
+        for name in own:
+            if name not in listed:  # times are never the same twice, so the loser of a race has some of its own
+                self.store.delete(name)
         self.store.delete_prefix(f"{self._folder}/pending")
         self.store.delete_prefix(f"{self._folder}/{FAILURES}")
         self._checkpoints.clear()
@@ -255,5 +263,8 @@ def _parse_pointer(name: str, data: bytes) -> Shard:
 
 def _absent(artifact: Artifact) -> list[str]:
     """Objects that the manifest lists and that are not there in the right size."""
-    sizes = artifact.store.sizes(artifact_folder(artifact.stage, artifact.key))
+    folders = {artifact_folder(artifact.stage, artifact.key)} | {
+        s.object.rpartition("/")[0] for s in artifact.record.shards
+    }
+    sizes = {name: size for folder in folders for name, size in artifact.store.sizes(folder).items()}
     return [shard.object for shard in artifact.record.shards if sizes.get(shard.object) != shard.bytes]

@@ -65,6 +65,13 @@ def choice(default: str, choices: Sequence[str]) -> Any:
     return dataclasses.field(default=default, metadata={"choices": tuple(choices)})
 
 
+def later(default: Any) -> Any:
+    """A key field that a stage got after results had been made. Its default says what was done before, and is not
+    hashed: those results are still found.
+    """
+    return dataclasses.field(default=default, metadata={"later": True})
+
+
 def choices(config_class: type) -> dict[str, tuple[str, ...]]:
     """Field name -> the values allowed, of every field that has choices."""
     return {f.name: f.metadata["choices"] for f in dataclasses.fields(config_class) if f.metadata.get("choices")}
@@ -82,6 +89,14 @@ def check_choices(config: Any) -> None:
 def key_fields(config: Any) -> dict[str, Any]:
     """The fields that change the result: plain dataclass fields."""
     return _fields_of_role(config, "key")
+
+
+def hashed_fields(config: Any) -> dict[str, Any]:
+    """Those of them that the key and the manifest of a result have: all but `later` ones that nobody has set."""
+    unset = {
+        f.name for f in dataclasses.fields(config) if f.metadata.get("later") and getattr(config, f.name) == f.default
+    }
+    return {name: value for name, value in key_fields(config).items() if name not in unset}
 
 
 def other_fields(config: Any) -> dict[str, Any]:
@@ -183,6 +198,7 @@ def container_component(
     ends_run: bool = False,
     registers: str = "",
     distributed: bool = False,
+    several: Collection[str] = (),
 ) -> Component:
     """Declare stage `name`: its parameters are the config's fields and those of the platform, its artifact a manifest.
 
@@ -190,8 +206,8 @@ def container_component(
     are pages that KFP shows beside `metrics` and `summary`, which every stage has: name -> shard of the stage's
     artifact. `ends_run`: the stage is the last, its digest is the root of the run and its metric verdict.pass the
     verdict. `registers`: the input that becomes a version of the model which the config's field registered_model
-    names, if the verdict is a pass. `distributed`: torchrun may start it in several processes. ValueError for names
-    that clash and for field types that KFP cannot carry.
+    names, if the verdict is a pass. `distributed`: torchrun may start it in several processes. `several`: inputs that
+    are lists, of one artifact or more. ValueError for names that clash and for field types that KFP cannot carry.
     """
     html = dict(html or {})
     if len(outputs) != 1:
@@ -214,6 +230,7 @@ def container_component(
         ends_run=ends_run,
         registers=registers,
         distributed=distributed,
+        several=tuple(several),
     )
 
 
@@ -231,6 +248,7 @@ class Component:
     ends_run: bool
     registers: str
     distributed: bool
+    several: tuple[str, ...]
 
     def __call__(self, config: Any = None, *, image: str = "", place: Any = None, **arguments: Any) -> Any:
         """KFP's task, inside a pipeline: `config` is baked in as constants, and `arguments` go before it.
@@ -248,7 +266,8 @@ class Component:
     def _parameters(self) -> Iterator[tuple[str, Any, Any]]:
         from kfp import dsl
 
-        yield from ((name, dsl.Input[dsl.Dataset], REQUIRED) for name in self.inputs)
+        kinds = {False: dsl.Input[dsl.Dataset], True: dsl.Input[list[dsl.Dataset]]}
+        yield from ((name, kinds[name in self.several], REQUIRED) for name in self.inputs)
         yield from ((name, dsl.Output[dsl.Dataset], REQUIRED) for name in self.outputs)
         yield "metrics", dsl.Output[dsl.Metrics], REQUIRED
         yield "summary", dsl.Output[dsl.Markdown], REQUIRED

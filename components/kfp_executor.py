@@ -35,6 +35,7 @@ class Location:
 class ExecutorInput:
     parameters: dict[str, Any]
     inputs: dict[str, Location]
+    """Of a list of artifacts each: parts/1, parts/2."""
     outputs: dict[str, Location]
     output_file: Path
     """Where KFP expects the executor output."""
@@ -80,8 +81,10 @@ def local_path(uri: str) -> Path:
 
 def _locations(artifacts: Mapping[str, Any]) -> dict[str, Location]:
     found = {}
-    for name, versions in artifacts.items():
-        (artifact,) = versions["artifacts"]
-        custom = artifact.get("customPath")
-        found[name] = Location(uri=artifact["uri"], path=Path(custom) if custom else local_path(artifact["uri"]))
+    for name, given in artifacts.items():
+        several = len(given["artifacts"]) > 1
+        for number, artifact in enumerate(given["artifacts"], start=1):
+            custom = artifact.get("customPath")
+            location = Location(uri=artifact["uri"], path=Path(custom) if custom else local_path(artifact["uri"]))
+            found[f"{name}/{number}" if several else name] = location
     return found

@@ -23,6 +23,8 @@ RETRIED_FOR = f"{30 * 24 * 3600}s"
 """Argo counts it from the beginning of the first attempt, ends later attempts when it is over, and begins none after
 it; KFP's default of an hour would leave a training of two alone. So it is longer than any stage works."""
 SHARED_MEMORY = "/dev/shm"
+SHARED = ("collect_traces",)
+"""Tasks whose work can be shared among pods."""
 
 _UNITS = {"": 1.0, "m": 1e-3} | {
     f"{letter}{i}": base**power
@@ -57,6 +59,8 @@ class Pod:
     """Taints of nodes that it may run on, as kubectl writes them: KEY=VALUE:EFFECT, or KEY:EFFECT for any value."""
     node_selector: list[str] = field(default_factory=list)
     """Labels that its node must have: LABEL=VALUE."""
+    pods: int = 1
+    """Among how many pods the work is shared; more than one: collect_traces, in parts that merge_traces joins."""
     retries: int = 0
     """How often it is begun again after it failed or was evicted. A stage goes on from its shards and checkpoints."""
     retry_after_s: int = 60
@@ -75,6 +79,8 @@ class Pod:
             toleration(text)
         for text in self.node_selector:
             _label(text)
+        if self.pods < 1:
+            raise ValueError(f"pod.pods {self.pods}: must be at least 1")
         if self.retries < 0 or self.retry_after_s < 1:
             raise ValueError(
                 f"pod.retries {self.retries}, retry_after_s {self.retry_after_s}: must be at least 0 and at least 1"
@@ -139,6 +145,10 @@ def changed(pods: Mapping[str, Pod], table: Any) -> dict[str, Pod]:
             made[name] = declare.from_mapping(Pod, {**asdict(pods[name]), **fields})
         except ValueError as error:
             raise ValueError(f"kubernetes.{name}.{str(error).removeprefix('pod.')}") from None
+        if made[name].pods > 1 and name not in SHARED:
+            raise ValueError(
+                f"kubernetes.{name}.pods {made[name].pods}: works in one pod; more are allowed for {', '.join(SHARED)}"
+            )
     return made
 
 
@@ -183,6 +193,7 @@ _MODEL = Pod(cpu="2", memory="8Gi", accelerated=True, tolerations=["nvidia.com/g
 DEFAULTS: Mapping[str, Pod] = {
     "prerequisites": Pod(),  # a wrong input is told at once, so it is not tried again
     "collect_traces": _MODEL,
+    "merge_traces": Pod(retries=3),
     "profile_kv": _MODEL,
     "ingest_labels": Pod(retries=3),
     "distill": replace(_MODEL, cpu="4", memory="16Gi"),

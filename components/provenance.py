@@ -47,7 +47,7 @@ class Shard:
     """One object of an artifact. `measured`: it holds this run's times, so it is checked, but outside the digest."""
 
     name: str
-    object: str  # key in the store
+    object: str  # key in the store, in the artifact's folder, or in a parent's whose shard it is as well
     sha256: str  # hex
     bytes: int
     rows: int | None = None  # None for what is not a table
@@ -236,8 +236,11 @@ def _parse(document: dict[str, Any]) -> Manifest:
         started=metadata["startedOn"],
         finished=metadata["finishedOn"],
     )
+    own_and_inherited = [(manifest.stage, manifest.key), *((parent.stage, parent.key) for parent in parents.values())]
+    folders = {f"objects/{stage}/{key}" for stage, key in own_and_inherited}
     for shard in manifest.shards:
-        if not shard.object.startswith(f"objects/{manifest.stage}/{manifest.key}/{shard.sha256}."):
+        folder, _, name = shard.object.rpartition("/")
+        if folder not in folders or not name.startswith(f"{shard.sha256}."):
             raise ValueError(f"shard {shard.name}: its object {shard.object!r} does not belong to this artifact")
     return manifest
 

@@ -12,6 +12,7 @@ from reflux.components.distill.component import distill
 from reflux.components.distill.config import OBJECTIVES
 from reflux.components.evaluate.component import evaluate
 from reflux.components.ingest_labels.component import ingest_labels
+from reflux.components.merge_traces.component import merge_traces
 from reflux.components.pods import Placement
 from reflux.components.prerequisites import prerequisites
 from reflux.components.profile_kv.component import profile_kv
@@ -60,10 +61,16 @@ def distillation(config: "Recipe", image: str = "", *, name: str, attended: bool
         asked = {"prompts_uri": prompts_uri, "entity_model": entity_model}
 
         with nullcontext() if attended else dsl.ExitHandler(close_run(run=run, job=job, **on), name="stages"):
-            answers = collect_traces(config.collect_traces, teacher=teacher, **asked, **at)
+            parts = 1 if attended else config.kubernetes["collect_traces"].pods
+            if parts == 1:
+                answers = collect_traces(config.collect_traces, teacher=teacher, **asked, **at)
+                traces = answers.outputs["traces"]
+            else:
+                with dsl.ParallelFor([f"{i}/{parts}" for i in range(1, parts + 1)], name="parts") as part:
+                    answers = collect_traces(config.collect_traces, teacher=teacher, part=part, **asked, **at)
+                traces = merge_traces(parts=dsl.Collected(answers.outputs["traces"]), **at).outputs["traces"]
             if not attended:
                 answers.after(prerequisites(config.stages(), **form, **at))
-            traces = answers.outputs["traces"]
             profile = profile_kv(config.profile_kv, traces=traces, student_uri=student, **at).outputs["profile"]
             labels = ingest_labels(config.ingest_labels, traces=traces, labels_uri=labels_uri, **at).outputs["labels"]
             learned = distill(

@@ -17,7 +17,7 @@ def writer_for(folder: Path, stage: str, config: Any, **parents: Artifact) -> Wr
         Store.open(str(folder)),
         stage=stage,
         version=module.STAGE_VERSION,
-        key_fields=declare.key_fields(config),
+        key_fields=declare.hashed_fields(config),
         other_fields=declare.other_fields(config),
         parents=parents,
         sources={field: sources.resolve(field, uri) for field, uri in declare.source_fields(config).items()},

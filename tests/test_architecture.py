@@ -136,6 +136,7 @@ def test_run_takes_what_is_declared(stage: str) -> None:
     (run,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "run"]
     arguments = {a.arg: ast.unparse(a.annotation) for a in run.args.kwonlyargs if a.annotation}
     declared = dict.fromkeys(component.inputs, "Artifact") | dict.fromkeys(component.outputs, "Writer")
+    declared |= dict.fromkeys(component.several, "list[Artifact]")
     assert arguments == declared
     assert [a.arg for a in run.args.args] == ["config"]
     assert run.returns is not None

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from reflux.components.declare import check_choices, choice, setting, source
+from reflux.components.declare import check_choices, choice, later, setting, source
 
 STAGE_VERSION = "4"
 LOCAL = "local"
@@ -31,6 +31,9 @@ class CollectTracesConfig:
     """Share of trivial prompts among those asked, in [0, 1), where prompts_per_dimension chooses."""
     entity_model: str = source()
     """Token classification model by which named entities in prompts are counted, folder or hub id; empty: no count."""
+    part: str = later("")
+    """I/N: only the I-th of N parts of the prompts is answered here, whole batches dealt in turn. All parts choose the
+    same prompts, and merge_traces makes one artifact of them. Empty is everything."""
     answered_by: list[str] = field(default_factory=lambda: [LOCAL])
     """Who answers every prompt: local (the model in `teacher`, in this process), or the names under which servers offer
     models of the same tokenizer and template. A name enters the ids of its traces: let it carry the revision."""
@@ -109,6 +112,11 @@ class CollectTracesConfig:
             if not getattr(self, name):
                 raise ValueError(f"collect_traces.{name}: is empty; name what the teacher is and what it is asked")
         check_choices(self)
+        _, parts = part_of(self.part)
+        if self.part and parts < 2:
+            raise ValueError(
+                f"collect_traces.part {self.part!r}: one part is everything, and is written as an empty text"
+            )
         for name in ("state_layers", "attention_layers"):
             layers = getattr(self, name)
             if any(layer < 0 for layer in layers) or len(set(layers)) < len(layers):
@@ -132,6 +140,16 @@ class CollectTracesConfig:
         if not 0 <= self.key_token_threshold <= 1:
             raise ValueError(f"collect_traces.key_token_threshold {self.key_token_threshold}: must be in [0, 1]")
         _check_servers(self)
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Which part this is, from 0, and of how many: "2/3" is (1, 3), "" is (0, 1)."""
+    if not text:
+        return 0, 1
+    match = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", text)
+    if not match or int(match[1]) > int(match[2]):
+        raise ValueError(f"collect_traces.part {text!r}: I/N is expected, I from 1 to N")
+    return int(match[1]) - 1, int(match[2])
 
 
 def _check_servers(config: CollectTracesConfig) -> None:

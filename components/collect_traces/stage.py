@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from reflux.components.algorithms.key_tokens import check_strategies
 from reflux.components.artifacts import Writer
 from reflux.components.collect_traces.choice import asked_prompts, share_metrics
-from reflux.components.collect_traces.config import CollectTracesConfig
+from reflux.components.collect_traces.config import CollectTracesConfig, part_of
 from reflux.components.collect_traces.prompts import Prompt
 from reflux.components.collect_traces.shards import shard_schemas, shard_tables
 from reflux.components.collect_traces.teachers import open_teachers
@@ -32,7 +32,8 @@ from reflux.components.schemas import PROMPT_COMPOSITION, REJECTED
 
 def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
     """Write the shards traces/00000, … and the tables composition and rejected. Metrics describe all shards, a killed
-    run's too.
+    run's too. A part writes those shards that fall to it, under the names that they have in the whole, and the first
+    part the two tables.
     """
     check_strategies(config.key_token_strategies, config.key_token_weights)
     teacher_path = traces.source("teacher")
@@ -46,14 +47,19 @@ def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
     schemas = shard_schemas(config, teacher_path, len(tokenizer), provenance)
 
     work = [(teacher, batch) for teacher in teachers for batch in _batches(prompts, config.batch_size)]
-    shards = [(f"{index:05d}", teacher, batch) for index, (teacher, batch) in enumerate(work)]
+    part, parts = part_of(config.part)
+    if parts > len(work):
+        raise ValueError(
+            f"collect_traces.part {config.part}: there are {len(work)} batches of prompts, so at most as many parts"
+        )
+    shards = [(f"{index:05d}", teacher, batch) for index, (teacher, batch) in enumerate(work)][part::parts]
     missing = [shard for shard in shards if not _done(traces, shard[0], schemas)]
     waited_for = {teacher.teacher_id for _, teacher, _ in missing}
     for server in configured_servers(config):
         if server.model in waited_for:
             check_server(server, prompts, tokenizer, config)
 
-    total = len(prompts) * len(teachers)
+    total = sum(len(batch) for _, _, batch in shards)
     answered = total - sum(len(batch) for _, _, batch in missing)
     report(answered, total, "prompts")
     tokens, started = 0, time.monotonic()
@@ -69,9 +75,10 @@ def run(config: CollectTracesConfig, *, traces: Writer) -> dict[str, float]:
                 answered += len(batch)
                 report(answered, total, "prompts", f"{tokens / (time.monotonic() - started):.0f} tokens/s")
     seconds = time.monotonic() - started
-    traces.write_table("rejected", rejected_table(asked.rejected), REJECTED)
-    composition = pa.Table.from_pylist(asked.composition, schema=PROMPT_COMPOSITION)
-    traces.write_table("composition", composition, PROMPT_COMPOSITION)
+    if part == 0:
+        traces.write_table("rejected", rejected_table(asked.rejected), REJECTED)
+        composition = pa.Table.from_pylist(asked.composition, schema=PROMPT_COMPOSITION)
+        traces.write_table("composition", composition, PROMPT_COMPOSITION)
 
     metrics = _metrics((traces.pending_table(f"traces/{name}") for name, _, _ in shards), config)
     metrics |= {

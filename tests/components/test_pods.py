@@ -47,7 +47,7 @@ def tasks(component: dict[str, Any], spec: dict[str, Any]) -> Iterator[tuple[str
 
 
 def test_every_task_has_a_pod(documents: list[Any]) -> None:
-    assert {name.replace("-", "_") for name in executors(documents, 0)} == DEFAULTS.keys()
+    assert {name.replace("-", "_") for name in executors(documents, 0)} == DEFAULTS.keys() - {"merge_traces"}
 
 
 def test_what_was_asked_for_is_in_the_specification(documents: list[Any]) -> None:
@@ -129,6 +129,11 @@ def test_on_one_machine_nothing_is_asked_for() -> None:
         ({"distill": {"tolerations": ["gpu:Never"]}}, "'gpu:Never': .* EFFECT one of NoSchedule, "),
         ({"distill": {"node_selector": ["big"]}}, "kubernetes.distill.node_selector 'big': write LABEL=VALUE"),
         ({"distill": {"retries": -1}}, "kubernetes.distill.retries -1, retry_after_s 60: must be at least 0"),
+        (
+            {"calibrate": {"pods": 2}},
+            "kubernetes.calibrate.pods 2: works in one pod; more are allowed for collect_traces",
+        ),
+        ({"distill": {"pods": 0}}, "kubernetes.distill.pods 0: must be at least 1"),
         ({"distill": {"retries": 1.5}}, "kubernetes.distill.retries: 1.5 is not a whole number"),
     ],
 )

@@ -168,6 +168,27 @@ def test_who_checks_and_closes_needs_no_tasks_for_it() -> None:
     assert set(spec["root"]["dag"]["tasks"]) == set(EDGES) - {"prerequisites"}
 
 
+def test_traces_are_collected_by_several_pods_and_joined() -> None:
+    recipe = recipes.overridden(recipes.demo(), {"kubernetes": {"collect_traces": {"pods": 3}}})
+    text = compile_recipe("demo", recipe)
+    spec, platform = yaml.safe_load_all(text)
+    tasks = stages(spec)
+    (loop,) = tasks.keys() - EDGES.keys() - {"merge-traces"}
+    assert tasks[loop]["parameterIterator"]["items"] == {"raw": '["1/3", "2/3", "3/3"]'}
+    assert tasks[loop]["dependentTasks"] == ["prerequisites"]
+    parts = spec["components"][tasks[loop]["componentRef"]["name"]]["dag"]["tasks"]["collect-traces"]
+    item = tasks[loop]["parameterIterator"]["itemInput"]
+    assert parts["inputs"]["parameters"]["part"] == {"componentInputParameter": item}
+    assert parts["retryPolicy"]["maxRetryCount"] == 3, "each part is begun again by itself"
+    assert tasks["merge-traces"]["inputs"]["artifacts"]["parts"]["taskOutputArtifact"]["producerTask"] == loop
+    readers = {name for name, task in tasks.items() if "merge-traces" in task.get("dependentTasks", [])}
+    assert readers == {name for name, before in EDGES.items() if "collect-traces" in before}
+    executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert executors.keys() == spec["deploymentSpec"]["executors"].keys()
+    on_one_machine = compile_to_text(distillation(recipe, name="demo", attended=True))
+    assert on_one_machine == compile_to_text(distillation(recipes.demo(), name="demo", attended=True))
+
+
 def test_what_leaves_for_a_cluster_is_checked_twice() -> None:
     text = compile_recipe("demo", recipes.demo(), store="s3://bucket/reflux")
     (default,) = [
