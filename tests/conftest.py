@@ -32,6 +32,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def empty_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database of MLflow with nothing in its tables, which take seconds to make: each module uses a copy."""
+    from mlflow import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Settings]:
     """Settings of a running S3 server with the bucket `reflux`: SeaweedFS, or what REFLUX_TEST_S3 names."""
     server = {"seaweedfs": seaweed, "swift": swift_server}[SERVER]

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import kfp_plugin
 import pytest
+import yaml
+from kfp import dsl
 from kfp_plugin import JOB
+from toy_stages.brew.component import brew
+from toy_stages.brew.config import BrewConfig
 
 from reflux.components import __main__ as entry
 from reflux.components import tracking
+from reflux.components.close_run import close_run
 from reflux.components.storage import Store
+from reflux.pipelines import ir_lint
+from reflux.pipelines.compile import compile_to_text
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+def database(empty_mlflow: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{shutil.copy(empty_mlflow, tmp_path_factory.mktemp('mlflow'))}"
 
 
 @pytest.fixture
@@ -110,3 +118,21 @@ def test_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert close(tmp_path, "FAILED") == 0
     assert "tracking: off" in capsys.readouterr().out
+
+
+def test_loops_and_orders_are_inside_what_it_waits_for() -> None:
+    @dsl.pipeline(name="party")
+    def party():  # type: ignore[no-untyped-def]  # kfp cannot read annotations that are text, as they are here
+        job = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+        at = {"store": "s3://bucket/reflux", "run": "r1", "job": job, "overrides": {}}
+        with dsl.ExitHandler(close_run(run="r1", job=job)):
+            first = brew(BrewConfig(), **at)
+            with dsl.ParallelFor([1, 2]) as minutes:
+                brew(BrewConfig(), minutes=minutes, **at).after(first)
+
+    spec = next(yaml.safe_load_all(compile_to_text(party)))
+    assert spec["root"]["dag"]["tasks"]["close-run"]["dependentTasks"] == ["exit-handler-1"]
+    inside = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    (loop,) = set(inside) - {"brew"}
+    assert inside[loop]["dependentTasks"] == ["brew"]
+    assert [str(finding) for finding in ir_lint.lint(compile_to_text(party))] == []

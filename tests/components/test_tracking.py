@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from reflux.components.storage import Store
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One database for the module: making its tables takes seconds. Each test has an experiment of its own."""
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+def database(empty_mlflow: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for the module, where each test has an experiment of its own."""
+    return f"sqlite:///{shutil.copy(empty_mlflow, tmp_path_factory.mktemp('mlflow'))}"
 
 
 @pytest.fixture

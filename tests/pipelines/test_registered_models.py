@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from reflux.pipelines.__main__ import cli
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def database(empty_mlflow: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MLflow's database where `reflux run` has it by default."""
-    return tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    return Path(shutil.copy(empty_mlflow, tmp_path_factory.mktemp("mlflow")))
 
 
 @pytest.fixture
