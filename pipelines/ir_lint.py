@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
+from google.protobuf import json_format
+from kfp.pipeline_spec import pipeline_spec_pb2
 
 SPEC_BYTES = 1_000_000
 """A Kubernetes object ends at 1.5 MB in etcd, and the workflow that KFP makes holds more than the specification."""
@@ -82,7 +85,7 @@ def lint(text: str, *, require_digests: bool = False) -> list[Finding]:
     """
     found = []
     for spec in _specifications(text):
-        tasks = list(_tasks(spec, spec["root"], ""))
+        tasks = list(_tasks(spec, spec["root"]))
         found += [*_defaults(spec), *_oversized(text, spec)]
         for task in tasks:
             found += [*_inputs(task), *_oversized_input(task, spec)]
@@ -97,20 +100,49 @@ def _specifications(text: str) -> list[dict[str, Any]]:
         documents = [document for document in yaml.safe_load_all(text) if isinstance(document, dict)]
     except yaml.YAMLError as error:
         raise ValueError(f"not a KFP specification: not valid YAML ({' '.join(str(error).split())})") from None
-    inner = [document.get("spec", {}).get("pipelineSpec", document) for document in documents]
-    found = [each for each in inner if "root" in each and "deploymentSpec" in each]
+    inner = [_inside(document) for document in documents]
+    found = [each for each in inner if all(isinstance(each.get(key), dict) for key in ("root", "deploymentSpec"))]
     if not found:
         raise ValueError("not a KFP specification: no document in it has root and deploymentSpec")
+    for spec in found:
+        _require_kfps_types(spec)
     return found
 
 
-def _tasks(spec: dict[str, Any], component: dict[str, Any], path: str) -> Iterator[Task]:
-    executors = spec["deploymentSpec"].get("executors", {})
+def _inside(document: dict[str, Any]) -> dict[str, Any]:
+    """What a PipelineVersion holds; anything else as it is."""
+    spec = document.get("spec")
+    inner = spec.get("pipelineSpec") if isinstance(spec, dict) else None
+    return inner if isinstance(inner, dict) else document
+
+
+def _require_kfps_types(spec: dict[str, Any]) -> None:
+    """ValueError unless everything that KFP knows has KFP's type; other fields may be of a newer version."""
+    try:
+        json_format.ParseDict(spec, pipeline_spec_pb2.PipelineSpec(), ignore_unknown_fields=True)
+        deployment = pipeline_spec_pb2.PipelineDeploymentConfig()
+        json_format.ParseDict(spec["deploymentSpec"], deployment, ignore_unknown_fields=True)
+    except json_format.ParseError as error:
+        raise ValueError(f"not a KFP specification: {' '.join(str(error).split())}") from None
+
+
+def _tasks(
+    spec: dict[str, Any], component: dict[str, Any], path: str = "", above: tuple[str, ...] = ()
+) -> Iterator[Task]:  # fmt: skip
+    """The tasks of a component and of those inside it; `above` are the components that it is in."""
+    components, executors = spec.get("components", {}), spec["deploymentSpec"].get("executors", {})
     for name, task in component.get("dag", {}).get("tasks", {}).items():
-        inner = spec["components"][task["componentRef"]["name"]]
-        executor = executors[inner["executorLabel"]] if "executorLabel" in inner else None
+        called = task.get("componentRef", {}).get("name", "")
+        inner = components.get(called)
+        if inner is None or called in above:
+            wrong = "is in itself" if called in above else "is not there"
+            raise ValueError(f"not a KFP specification: component {called!r} of task {path}{name} {wrong}")
+        label = inner.get("executorLabel")
+        if label is not None and label not in executors:
+            raise ValueError(f"not a KFP specification: executor {label!r} of task {path}{name} is not there")
+        executor = executors[label] if label is not None else None
         yield Task(path=f"{path}{name}", spec=task, component=inner, executor=executor)
-        yield from _tasks(spec, inner, f"{path}{name}/")
+        yield from _tasks(spec, inner, f"{path}{name}/", (*above, called))
 
 
 def _defaults(spec: dict[str, Any]) -> Iterator[Finding]:
@@ -183,8 +215,9 @@ def _argument(task: Task, place: str, text: str) -> Iterator[Finding]:
     if len(text.encode()) > NEAR * ARGUMENT_BYTES:
         yield _too_long(task.path, place, len(text.encode()))
     if text.startswith(('{"Concat":', '{"IfPresent":')):
-        yield from _structure(task, place, json.loads(text))
-        return
+        with suppress(ValueError):  # text of the program's own that only begins like KFP's
+            yield from _structure(task, place, json.loads(text))
+            return
     for match in _PLACEHOLDER.findall(text):
         if not _ARGUMENT.fullmatch(match):
             remedy = f"a cluster does not resolve {match} in an argument; make it an input, as a whole value"

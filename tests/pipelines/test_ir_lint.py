@@ -236,7 +236,39 @@ def test_objects_of_kubernetes_hold_specifications_too() -> None:
     assert len(found(yaml.safe_dump_all([{"kind": "Pipeline"}, version]))) == 1
 
 
-@pytest.mark.parametrize("text", ["", "a: b", "[1]", "a: [", os.linesep])
+WHOLE = """
+root: {dag: {tasks: {say: {componentRef: {name: speech}, cachingOptions: {}}}}}
+components: {speech: {executorLabel: program}}
+deploymentSpec: {executors: {program: {container: {image: i, args: [hello]}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("name: speech", "name: silence"), "component 'silence' of task say is not there"),
+        (("executorLabel: program", "executorLabel: none"), "executor 'none' of task say is not there"),
+        (
+            ("executorLabel: program", "dag: {tasks: {echo: {componentRef: {name: speech}}}}"),
+            "task say/echo is in itself",
+        ),
+        (("args: [hello]", "args: [3]"), "args"),
+        (("cachingOptions: {}", "retryPolicy: {backoffMaxDuration: 3h}"), "backoffMaxDuration"),
+        (("root: {dag", "root: null\nother: {dag"), "no document in it has root and deploymentSpec"),
+    ],
+)
+def test_a_broken_specification_is_named_and_not_fallen_over(change: tuple[str, str], message: str) -> None:
+    assert found(WHOLE) == []
+    with pytest.raises(ValueError, match="not a KFP specification: ") as caught:
+        lint(WHOLE.replace(*change))
+    assert message in str(caught.value)
+
+
+def test_an_argument_that_only_begins_like_kfps_json_is_text() -> None:
+    assert found(WHOLE.replace("[hello]", "['{\"Concat\": hello']")) == []
+
+
+@pytest.mark.parametrize("text", ["", "a: b", "[1]", "a: [", os.linesep, "spec: null", "spec: {pipelineSpec: 3}"])
 def test_what_is_no_specification(text: str) -> None:
     with pytest.raises(ValueError, match="not a KFP specification: "):
         lint(text)
