@@ -8,14 +8,17 @@ MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def available_gib() -> float | None:
+def available_gib(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> float | None:
     """GiB, None where the platform does not say. What the kernel can drop, such as cached files, counts as free."""
-    if not MEMINFO.exists():
+    if not meminfo.exists():
         return None
     machine = next(
-        int(line.split()[1]) * 1024 for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable")
+        int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable")
     )
-    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
+    limit = cgroup / "memory.max"
     if limit.exists() and limit.read_text().strip() != "max":
-        machine = min(machine, int(limit.read_text()) - int(used.read_text()))
+        held = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        cached = int(held["active_file"]) + int(held["inactive_file"])  # a model that was just fetched, say
+        used = int((cgroup / "memory.current").read_text()) - cached
+        machine = min(machine, int(limit.read_text()) - used)
     return machine / 2**30

@@ -56,6 +56,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0")) if _together else 0
 
 
+def started_here() -> int:
+    """How many of them torchrun started on this machine, which share its memory; 1 without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def is_first() -> bool:
     """Whether this process is the one that writes."""
     return rank() == 0

@@ -100,17 +100,21 @@ def need_of(config: DistillConfig, student: Path, teacher: Path) -> Need:
 def require_memory(needed: Need, config: DistillConfig) -> str:
     """A remark on what the training will need. ValueError if this machine has less."""
     device = device_of(config)
-    limit = config.memory_gib or (
-        torch.cuda.mem_get_info(device)[0] / GIB if device.type == "cuda" else available_gib()
-    )
+    limit = config.memory_gib or (torch.cuda.mem_get_info(device)[0] / GIB if device.type == "cuda" else _own_share())
     if limit is not None and needed.peak > limit:
-        of = "distill.memory_gib allows" if config.memory_gib else "are available here"
+        of = "distill.memory_gib allows" if config.memory_gib else "are available here to each process"
         raise ValueError(
             f"distill.micro_batch_sequences {config.micro_batch_sequences}, max_sequence_tokens "
             f"{config.max_sequence_tokens}: {needed.described()}, and {limit:.1f} GiB {of}; take smaller ones, "
             "activation_checkpointing, lora_rank, fsdp2 over more processes, or set memory_gib"
         )
     return f"distill: {needed.described()}"
+
+
+def _own_share() -> float | None:
+    """GiB of this machine for each of the processes on it; all look before one of them takes any."""
+    free = processes.gathered(available_gib())[processes.rank()]
+    return free and free / processes.started_here()
 
 
 def _adapters(config: DistillConfig, student: ModelShape) -> float:

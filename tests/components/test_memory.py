@@ -1,0 +1,48 @@
+"""What is free here: to a machine, to a container with a limit, to each of several processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from reflux.components.distill.config import DistillConfig
+from reflux.components.distill.memory import Need, require_memory
+from reflux.components.memory import available_gib
+
+GIB = 2**30
+
+
+def machine(folder: Path, *, free: int) -> Path:
+    file = folder / "meminfo"
+    file.write_text(f"MemTotal: {64 * 2**20} kB\nMemAvailable: {free * 2**20} kB\n")
+    return file
+
+
+def container(folder: Path, limit: str, *, current: int, cached: tuple[int, int]) -> Path:
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{current * GIB}\n")
+    active, inactive = (size * GIB for size in cached)
+    (folder / "memory.stat").write_text(f"anon 1\nfile 9\nactive_file {active}\ninactive_file {inactive}\n")
+    return folder
+
+
+def test_files_that_a_container_has_cached_do_not_count_as_used(tmp_path: Path) -> None:
+    file = machine(tmp_path, free=40)
+    assert available_gib(file, tmp_path / "no limit") == 40
+    assert available_gib(file, container(tmp_path, str(16 * GIB), current=12, cached=(2, 7))) == 13
+    assert available_gib(file, container(tmp_path, "max", current=12, cached=(2, 7))) == 40
+    assert available_gib(machine(tmp_path, free=3), container(tmp_path, str(16 * GIB), current=0, cached=(0, 0))) == 3
+    assert available_gib(tmp_path / "another platform") is None
+
+
+def test_processes_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = available_gib()
+    if free is None:
+        pytest.skip("the platform does not say how much is free")
+    needed = Need(forward=0.7 * free, step=0.0, rollouts=0.0)
+    config = DistillConfig(device="cpu")
+    assert "training needs about" in require_memory(needed, config)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="are available here to each process; take smaller ones"):
+        require_memory(needed, config)
