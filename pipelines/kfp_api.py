@@ -79,6 +79,8 @@ def connect(connection: Connection, *, dry_run: bool = False) -> Api:
     host = connection.host or os.environ.get(HOST_VARIABLE, "")
     if not host and not connection.kube_context and _IN_CLUSTER not in os.environ:
         raise ValueError(f"--host: missing, and {HOST_VARIABLE} is not set; {_EXAMPLES}")
+    if "@" in host.partition("//")[2].partition("/")[0]:
+        raise ValueError("--host: names a user, whom kfp's client would not send; give --token-file")
     if host and not host.startswith(("http://", "https://")):
         raise ValueError(f"--host {host}: must begin with http:// or https://; {_EXAMPLES}")
     _check_files(connection)
@@ -102,7 +104,9 @@ def connect(connection: Connection, *, dry_run: bool = False) -> Api:
 def call(api: Api, method: Callable[..., Any], **arguments: Any) -> Any:
     """Ask once, with a time limit. RefusedError for what the API will not do, OutOfReachError without an answer."""
     with answering(api.host):
-        return method(**arguments, _request_timeout=TIMEOUT_S)
+        answer = method(**arguments, _request_timeout=TIMEOUT_S)
+    _require_json(api.host, method)
+    return answer
 
 
 def change(api: Api, what: str, method: Callable[..., Any], **arguments: Any) -> Any:
@@ -117,7 +121,7 @@ def change(api: Api, what: str, method: Callable[..., Any], **arguments: Any) ->
 
 
 def one(api: Api, method: Callable[..., Any], **arguments: Any) -> Any:
-    """`call` for a single object. One without any content comes from a login page: kfp's client reads it as empty."""
+    """`call` for a single object. One without any content comes from a proxy, whose JSON has none of the fields."""
     answer = call(api, method, **arguments)
     if hasattr(answer, "to_dict") and not any(answer.to_dict().values()):
         raise OutOfReachError(f"{api.host}: {_NOT_THE_API}")
@@ -155,6 +159,8 @@ def answering(host: str) -> Iterator[None]:
             raise RefusedError(_refusal(host, error), error.status) from error
         said = _message(error) or error.reason
         raise OutOfReachError(f"{host}: does not answer as it should ({error.status}: {said})") from error
+    except UnicodeDecodeError as error:
+        raise OutOfReachError(f"{host}: {_NOT_THE_API}") from error
     except HTTPError as error:  # urllib3's: no connection, no answer in time, no trust in the certificate
         cause = getattr(error, "reason", None) or error
         advice = "; --ca-cert FILE names the authority to trust" if _untrusted(cause) else ""
@@ -196,6 +202,16 @@ class _TokenFile(TokenCredentialsBase):
 
     def refresh_api_key_hook(self, config: Any) -> None:
         config.api_key["authorization"] = self.path.read_text(encoding="utf-8").strip()
+
+
+def _require_json(host: str, method: Any) -> None:
+    """OutOfReachError for a login page, which kfp's client reads as an object or a list without anything in it."""
+    try:
+        told = json.loads(method.__self__.api_client.last_response.data)
+    except ValueError:
+        told = None
+    if not isinstance(told, dict):
+        raise OutOfReachError(f"{host}: {_NOT_THE_API}")
 
 
 def _check_files(connection: Connection) -> None:

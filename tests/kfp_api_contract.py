@@ -125,7 +125,8 @@ class Contract:
     url: str = ""
     token: str = ""
     trouble: list[tuple[int, str]] = field(default_factory=list)
-    """(HTTP status, verb) for coming requests of that verb; 0 hangs up without an answer, 200 is a proxy's own page."""
+    """(HTTP status, verb) for coming requests of that verb; 0 hangs up without an answer, 200 is a login page, 203 a
+    proxy's own JSON."""
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
     """(verb, path with query, body) of every request that was served."""
 
@@ -183,9 +184,12 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def send(self, status: int, content: dict[str, Any]) -> None:
-        body = json.dumps(content).encode()
+        self.send_text(status, "application/json", json.dumps(content))
+
+    def send_text(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -200,7 +204,10 @@ def _serve(handler: _Handler, contract: Contract, known: list[Operation]) -> Non
             handler.close_connection = True
             return
         if due[0] == 200:
-            handler.send(200, {"page": "Who are you?"})
+            handler.send_text(200, "text/html", "<html>Who are you?</html>")
+            return
+        if due[0] == 203:
+            handler.send(203, {"page": "Who are you?"})
             return
         handler.send(due[0], {"code": GRPC_CODES.get(due[0], 13), "message": "trouble on demand", "details": []})
         return

@@ -181,6 +181,21 @@ def test_a_recipe_is_uploaded_and_is_the_newest_version_afterwards(contract: Con
     assert told(contract) == []
 
 
+@pytest.mark.parametrize("verb", ["POST", "GET", "DELETE"])
+def test_a_login_page_in_the_middle_is_no_success(
+    contract: Contract, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answers to a switch and to a deletion are empty, and so is a list without schedules."""
+    api = reach(contract)
+    schedule.apply(api, wanted())
+    ours = schedule_found.named(api, "weekly")
+    contract.trouble = [(200, verb)]
+    with pytest.raises(OSError, match="answers, but not as the API"):
+        schedule.delete(api, ours)
+    assert len(contract.state.recurring) == 1
+    assert "delete schedule" not in capsys.readouterr().out
+
+
 def test_enabled_is_switched_without_a_replacement(contract: Contract) -> None:
     schedule.apply(reach(contract), wanted())
     told(contract)

@@ -153,6 +153,9 @@ def test_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     assert "--host: missing, and KF_PIPELINES_ENDPOINT is not set" in refusal(Connection())
     assert "must begin with http:// or https://" in refusal(Connection(host="kubeflow.example"))
+    said = refusal(Connection(host="https://me:secret@kubeflow.example/pipeline"))
+    assert "names a user" in said
+    assert "secret" not in said
 
 
 def test_the_host_of_kfps_own_variable(contract: Contract, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +206,12 @@ def test_a_token_is_read_anew_for_every_request(contract: Contract, tmp_path: Pa
     assert "cannot be read" in refusal(Connection(host=contract.url, token_file=tmp_path / "tokens"))
 
 
-def test_a_proxy_that_answers_for_the_server_is_noticed(contract: Contract, package: Package) -> None:
+@pytest.mark.parametrize("trouble", [(200, "GET"), (200, "POST"), (203, "POST")])
+def test_a_proxy_that_answers_for_the_server_is_noticed(
+    contract: Contract, package: Package, trouble: tuple[int, str]
+) -> None:
     api = kfp_api.connect(Connection(host=contract.url))
-    contract.trouble = [(200, "POST")]
+    contract.trouble = [trouble]
     with pytest.raises(OSError, match="answers, but not as the API"):
         submit.submit(api, asked(package))
     assert contract.state.pipelines == {}

@@ -96,7 +96,7 @@ def test_a_run_that_was_canceled_has_ended(contract: Contract, run_id: str) -> N
 def test_outages_are_waited_for(contract: Contract, run_id: str, capsys: pytest.CaptureFixture[str]) -> None:
     api = kfp_api.connect(kfp_api.Connection(host=contract.url))
     hang_up = [(0, "GET")] * 4  # as often as urllib3 tries by itself
-    contract.trouble = [(503, "GET"), *hang_up, (401, "GET"), (200, "GET")]
+    contract.trouble = [(503, "GET"), *hang_up, (401, "GET"), (200, "GET"), (203, "GET")]
     assert watch.follow(api, run_id, poll_s=0.1).state == "SUCCEEDED"
     assert contract.trouble == []
     said = capsys.readouterr().err
