@@ -63,6 +63,8 @@ def require_no_sources(overrides: Changes) -> None:
 def known(name: str, stages: Mapping[str, type]) -> str:
     """The name, if it is a stage's or a source's. ValueError with the nearest one that is."""
     names = [*stages, *SOURCES]
+    if not isinstance(name, str):  # YAML has keys of other types
+        raise ValueError(f"{name!r}: the name of a stage or a source is expected. Known: {', '.join(names)}")
     if name not in names:
         near = declare.nearest(name, names)
         raise ValueError(f"{name}: no such stage or source; did you mean {near}? Known: {', '.join(names)}")
@@ -82,6 +84,9 @@ def fields_of(source: str, stages: Mapping[str, type]) -> list[tuple[str, str]]:
 def _own_fields(config_class: type, stage: str, change: Any) -> Mapping[str, Any]:
     if not isinstance(change, Mapping):
         raise ValueError(f"{stage}: a table of fields is expected, not {change!r}")
+    for name in change:
+        if not isinstance(name, str):
+            raise ValueError(f"{stage}: the name of a field is expected, not {name!r}")
     for f in fields(config_class):
         if f.metadata.get("role") == "source" and f.name in change:
             source = f.name.removesuffix("_uri")

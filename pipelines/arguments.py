@@ -7,7 +7,6 @@ for which things were already created. Here a wrong name, type or choice and a m
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -87,7 +86,7 @@ def _parsed(name: str, definition: Mapping[str, Any], text: str) -> Any:
         return text
     try:
         return json.loads(text.lower() if kind == "BOOLEAN" else text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _wrong(name, kind, text) from None
 
 
@@ -98,7 +97,7 @@ def _checked(name: str, definition: Mapping[str, Any], value: Any) -> Any:
     types, _ = _TYPES[kind]
     if not isinstance(value, types) or isinstance(value, bool) != (kind == "BOOLEAN"):  # bool is an int to Python
         raise _wrong(name, kind, value)
-    if isinstance(value, float) and not math.isfinite(value):  # which JSON cannot carry, though Python reads it
+    if not _is_json(value):
         raise _wrong(name, kind, value)
     if kind == "NUMBER_INTEGER":
         if value != int(value) or abs(value) > declare.LARGEST_INT:
@@ -108,6 +107,15 @@ def _checked(name: str, definition: Mapping[str, Any], value: Any) -> Any:
     if choices and value not in choices:
         raise ValueError(f"argument {name}: {value!r} is not one of {', '.join(map(str, choices))}")
     return value
+
+
+def _is_json(value: Any) -> bool:
+    """Whether it can be sent: dates, which YAML reads, and infinite numbers, which Python's JSON reads, cannot."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _wrong(name: str, kind: str, value: Any) -> ValueError:

@@ -24,7 +24,7 @@ def of(run_id: str) -> tuple[str, str]:
         return "", "MLFLOW_TRACKING_URI does not name a server; MLflow has the verdict"
     try:
         found = _search(f"{uri.rstrip('/')}/api/2.0/mlflow", run_id)
-    except (urllib3.exceptions.HTTPError, ValueError, KeyError, TypeError) as error:
+    except (urllib3.exceptions.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:  # or other JSON
         return "", f"MLflow did not tell it ({' '.join(str(error).split())[:300]})"
     return (found, "") if found else ("", f"MLflow has no verdict on run {run_id}")
 

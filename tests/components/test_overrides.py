@@ -30,12 +30,18 @@ def test_a_stage_takes_its_own_part() -> None:
         ({"distill": {"beta": 2}}, r"distill\.beta 2\.0: must be in \[0, 1\]"),
         ({"distill": 3}, "distill: a table of fields is expected, not 3"),
         ({"distill": {"teacher": "x"}}, r"distill\.teacher: the whole run has one teacher"),
+        ({"distill": {1: 2}}, "distill: the name of a field is expected, not 1"),
         ({"teacher": "x"}, r"overrides\.teacher: is a parameter of the run itself"),
     ],
 )
 def test_a_wrong_override_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         overrides.own_part("distill", DistillConfig, VALUES, changes)
+
+
+def test_the_name_of_a_stage_is_text() -> None:
+    with pytest.raises(ValueError, match="1: the name of a stage or a source is expected"):
+        overrides.laid_over(recipes.demo().stages(), {1: {}})  # type: ignore[dict-item]
 
 
 def test_a_stage_sees_what_the_whole_run_sees() -> None:

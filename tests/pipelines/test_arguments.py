@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 import pytest
@@ -54,6 +55,8 @@ def test_a_whole_number_may_be_written_as_a_float(value: Any) -> None:
         ({"store": "s", "steps": True}, "argument steps: True is not a whole number"),
         ({"store": "s", "steps": 2**60}, f"argument steps: {2**60} is not a whole number"),
         ({"store": "s", "rate": float("nan")}, "argument rate: nan is not a number"),
+        ({"store": "s", "layers": [1, float("inf")]}, "argument layers: [1, inf] is not a list"),
+        ({"store": "s", "overrides": {"a": date(2026, 1, 1)}}, "argument overrides: {'a': datetime.date(2026"),
         ({"store": "s", "dry": 1}, "argument dry: 1 is not true or false"),
         ({"store": "s", "layers": {"a": 1}}, "argument layers: {'a': 1} is not a list"),
         ({"store": "s", "objective": "kl"}, "argument objective: 'kl' is not one of jsd, reverse_kl"),
@@ -66,7 +69,9 @@ def test_what_the_server_would_refuse_is_refused_by_name(given: dict[str, Any], 
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["steps", "steps=many", "dry=yes", "layers=1,2", "overrides={"])
+@pytest.mark.parametrize(
+    "text", ["steps", "steps=many", "dry=yes", "layers=1,2", "overrides={", f"layers={'[' * 9999}"]
+)
 def test_text_that_is_no_value_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"--arg 'steps'|argument"):
         arguments.check(INPUTS, arguments.parse(INPUTS, ["store=s", text]))

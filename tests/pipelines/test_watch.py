@@ -134,12 +134,17 @@ def test_ctrl_c_leaves_the_run_running_and_says_how_to_go_on(contract: Contract,
 
 
 @contextmanager
-def mlflow(runs: list[dict[str, str]], token: str = "") -> Iterator[str]:
-    """Two calls of MLflow's REST interface: experiments on two pages, the first empty, and runs by their tags."""
+def mlflow(runs: list[dict[str, str]], token: str = "", told: object = None) -> Iterator[str]:
+    """Two calls of MLflow's REST interface: experiments on two pages, the first empty, and runs by their tags; or
+    always `told`.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if told is not None:
+                self.answer(told)
+                return
             if self.path == "/api/2.0/mlflow/experiments/search":
                 second = {"experiments": [{"experiment_id": "7"}]}
                 self.answer(second if "page_token" in asked else {"next_page_token": "second"})
@@ -150,7 +155,7 @@ def mlflow(runs: list[dict[str, str]], token: str = "") -> Iterator[str]:
             pairs = [[{"key": key, "value": value} for key, value in tags.items()] for tags in found]
             self.answer({"runs": [{"data": {"tags": tags}} for tags in pairs]})
 
-        def answer(self, content: dict[str, object]) -> None:
+        def answer(self, content: object) -> None:
             body = json.dumps(content).encode()
             self.send_response(200 if self.headers.get("Authorization", "") == token else 401)
             self.send_header("Content-Length", str(len(body)))
@@ -196,6 +201,11 @@ def test_a_verdict_that_cannot_be_read_is_not_made_up(monkeypatch: pytest.Monkey
         assert "401 for" in verdict.of("1234")[1]
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t")
         assert verdict.of("1234") == ("", "MLflow has no verdict on run 1234")
+    monkeypatch.delenv("MLFLOW_TRACKING_TOKEN")
+    for told in ([], "who are you?", {"experiments": [{"experiment_id": "7"}], "runs": ["none"]}):
+        with mlflow([], told=told) as uri:
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+            assert verdict.of("1234")[1].startswith("MLflow did not tell it (")
 
 
 @pytest.mark.slow
