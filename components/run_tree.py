@@ -173,12 +173,17 @@ def _search(client: Any, experiments: list[str], tags: Mapping[str, str]) -> lis
 
 def query(tags: Mapping[str, str]) -> str:
     """MLflow's filter for runs with these tags. ValueError for what cannot be written in it."""
-    for name, value in tags.items():
-        if "'" in value:
-            raise ValueError(
-                f"{name} {value!r}: a quote cannot be searched for in MLflow; use letters, digits, - and _"
-            )
-    return " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+    return " and ".join(f"tags.`{name}` = '{searchable(name, value)}'" for name, value in tags.items())
+
+
+def searchable(name: str, value: str) -> str:
+    """The value of that name, if MLflow's filters can have it. ValueError if not."""
+    if "'" in value or value.endswith("\\"):
+        raise ValueError(
+            f"{name} {value!r}: a quote, or a backslash at its end, cannot be searched for in MLflow; use letters, "
+            "digits, - and _"
+        )
+    return value
 
 
 def _pages(search: Any, **arguments: Any) -> Iterator[Any]:

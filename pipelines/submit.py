@@ -15,6 +15,7 @@ from typing import Any
 
 from kfp_server_api import V2beta1PipelineVersionReference, V2beta1Run, V2beta1RuntimeConfig
 
+from reflux.components import run_tree
 from reflux.pipelines import arguments, kfp_api, registration
 from reflux.pipelines.kfp_api import Api
 from reflux.pipelines.package import Package
@@ -51,7 +52,7 @@ def asked(
     name = name or f"{recipe}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     values = arguments.parse(package.parameters, texts)
     if RUN_INPUT in package.parameters:
-        values.setdefault(RUN_INPUT, name)
+        run_tree.searchable(f"argument {RUN_INPUT}", values.setdefault(RUN_INPUT, name))
     values = arguments.check(package.parameters, values)
     if config is not None:
         arguments.check_overrides(config, values)

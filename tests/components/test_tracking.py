@@ -232,5 +232,5 @@ def test_unusable_tracking_is_one_clear_line(
 
 
 def test_a_quote_in_a_run_name_is_refused(tmp_path: Path, client: Any) -> None:
-    with pytest.raises(ValueError, match="a quote cannot be searched for"):
+    with pytest.raises(ValueError, match="a quote, or a backslash at its end, cannot be searched for"):
         tracking.begin_pipeline("it's", {}, store=Store.open(str(tmp_path / "store")))

@@ -133,6 +133,8 @@ def test_the_command_needs_only_kfp_and_waits(contract: Contract) -> None:
         ({"texts": ["store=/s", "leafs=x"]}, "argument leafs: no such input; did you mean leaves?"),
         ({"texts": ["store=/s"]}, "no value for leaves"),
         ({"texts": ["store"]}, "--arg 'store': write NAME=VALUE"),
+        ({"name": "Bob's"}, 'argument run "Bob\'s": a quote, or a backslash at its end'),
+        ({"texts": ["store=/s", "leaves=x", "run=a\\"]}, "cannot be searched for in MLflow"),
         ({"pipeline": "Tea Party"}, "--pipeline 'Tea Party': use up to 63 small letters"),
     ],
 )
