@@ -19,12 +19,18 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from reflux.components import policy_table
-from reflux.components.algorithms.cpu_kernels import CodedWeight, use_int4_kernels, use_integer_kernels
+from reflux.components.algorithms.cpu_kernels import (
+    INT4_BITS,
+    INT4_GROUPS,
+    CodedWeight,
+    use_int4_kernels,
+    use_integer_kernels,
+)
 from reflux.components.algorithms.low_bit import FULL_PRECISION, apply_scheme
 from reflux.components.bundle import dequantized, quantized_linears, read_quant_config, read_scheme, unpack
 
@@ -45,6 +51,33 @@ def low_bit_config(folder: str | Path, forward: str = "simulated") -> Any:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     config.quantization_config = {"quant_method": METHOD, "folder": str(folder), "forward": forward}
     return config
+
+
+def require_kernels(folder: Path) -> None:
+    """ValueError that says why the bundle has no forward "deployed", as far as its description tells."""
+    config, scheme = read_quant_config(folder), read_scheme(folder)
+    if not config["weights"]:
+        raise ValueError(f"{folder}: its weights are in full precision, which no low-bit kernel multiplies")
+    if any(entry["zero_point"] != 0 for entry in config["weights"].values()):
+        raise ValueError(
+            f"{folder}: its weights have zero points, and the low-bit kernels multiply symmetric codes alone"
+        )
+    bits = max(entry["bits"] for entry in config["weights"].values())
+    if not scheme.quantizes_activations and (bits > INT4_BITS or scheme.group_size not in INT4_GROUPS):
+        raise ValueError(
+            f"{folder}: weights of {bits} bits in groups of {scheme.group_size} beside full-precision activations have "
+            f"no kernel on a CPU; up to {INT4_BITS} bits in groups of {INT4_GROUPS} have"
+        )
+
+
+def load_deployed(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The bundle on low-bit kernels, in eval mode; what is not low-bit computes in `dtype`. ValueError if it has no
+    kernels.
+    """
+    require_kernels(folder)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=low_bit_config(folder, "deployed"), dtype=dtype, local_files_only=True
+    )
 
 
 @register_quantization_config(METHOD)
@@ -89,9 +122,8 @@ def _simulated(model: Any, folder: Path, file: Any) -> Any:
 
 
 def _deployed(model: Any, folder: Path, file: Any) -> Any:
+    require_kernels(folder)
     config, scheme = read_quant_config(folder), read_scheme(folder)
-    if not config["weights"]:
-        raise ValueError(f"{folder}: its weights are in full precision, which no low-bit kernel multiplies")
     weights = {name: _coded(file, name, entry) for name, entry in config["weights"].items()}
     if not scheme.quantizes_activations:
         return use_int4_kernels(model, weights, model.dtype)
@@ -100,8 +132,6 @@ def _deployed(model: Any, folder: Path, file: Any) -> Any:
 
 
 def _coded(file: Any, name: str, entry: dict[str, Any]) -> CodedWeight:
-    if entry["zero_point"] != 0 or f"{name}.weight_zero_point" in file.keys():  # noqa: SIM118  no mapping
-        raise ValueError(f"{name}: has zero points, and the low-bit kernels multiply symmetric codes alone")
     columns = file.get_tensor(f"{name}.weight_shape")[1].item()
     codes_OI = unpack(file.get_tensor(f"{name}.weight_packed"), entry["bits"], columns)
     return CodedWeight(

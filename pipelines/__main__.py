@@ -1,4 +1,4 @@
-"""The command line: reflux run | report | label-tasks | compile | submit | watch | schedule | lineage | …
+"""The command line: reflux run | report | evaluate | label-tasks | compile | submit | watch | schedule | lineage | …
 
 Commands stand in cli/, a file for each kind. They are thin: each parses, calls one function of its module, prints.
 Modules are imported inside the commands, so that `reflux --help` starts at once and a command needs no more packages
@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from reflux.pipelines.cli import kubeflow, promote, register, replay, results, run, schedule, store, submit
+from reflux.pipelines.cli import evaluate, kubeflow, promote, register, replay, results, run, schedule, store, submit
 
 
 class WrongInput(click.ClickException):
@@ -51,6 +51,7 @@ def cli() -> None:
 COMMANDS = (
     run.run,
     results.report,
+    evaluate.evaluate,
     results.label_tasks,
     kubeflow.compile_,
     kubeflow.lint,

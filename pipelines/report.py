@@ -53,24 +53,30 @@ def machine_readable(result: dict[str, Any]) -> str:
 
 def show(result: dict[str, Any]) -> None:
     """The table, the gates and the verdict, in the terminal."""
-    console = Console(soft_wrap=True, highlight=False)
-    table = Table(box=None, pad_edge=False, collapse_padding=True)  # fits into 80 columns
-    table.add_column("scheme", style="bold", no_wrap=True)
-    for title in ("perplexity", "NLL", "PMR", "bits", "MB", "P50 ms", "P95 ms", "latency"):
-        table.add_column(title, justify="left" if title == "latency" else "right", no_wrap=True)
-    for row in result["table"]:
-        table.add_row(
-            row["scheme"], f"{row['perplexity']:.2f}", f"{row['nll_heldout']:.3f}", f"{row['pmr']:.3f}",
-            f"{row['effective_bits']:.2f}", f"{row['memory_bytes'] / 1e6:.1f}", f"{row['latency_p50_ms']:.1f}",
-            f"{row['latency_p95_ms']:.1f}", row["latency_of"],
-        )  # fmt: skip
-    console.print(table)
+    console = show_table(result["table"])
     for gate in result["gates"]:
         if gate["result"] != "off":
             value = "not measurable" if gate["value"] is None else f"{gate['value']:.3f}"
             threshold = f"{gate['comparison']} {gate['threshold']:g}"
             console.print(f"{gate['result']:4}  {gate['meaning']}: {value} ({threshold})", style=_style(gate["result"]))
     console.print(f"verdict: {result['verdict']}", style=_style(result["verdict"]))
+
+
+def show_table(rows: list[dict[str, Any]]) -> Console:
+    """A line per scheme; the terminal that it went to."""
+    console = Console(soft_wrap=True, highlight=False)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)  # fits into 80 columns
+    table.add_column("scheme", style="bold", no_wrap=True)
+    for title in ("perplexity", "NLL", "PMR", "bits", "MB", "P50 ms", "P95 ms", "latency"):
+        table.add_column(title, justify="left" if title == "latency" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["scheme"], f"{row['perplexity']:.2f}", f"{row['nll_heldout']:.3f}", f"{row['pmr']:.3f}",
+            f"{row['effective_bits']:.2f}", f"{row['memory_bytes'] / 1e6:.1f}", f"{row['latency_p50_ms']:.1f}",
+            f"{row['latency_p95_ms']:.1f}", row["latency_of"],
+        )  # fmt: skip
+    console.print(table)
+    return console
 
 
 def _style(result: str) -> str:

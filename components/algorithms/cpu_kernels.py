@@ -26,9 +26,10 @@ from .low_bit import look_up_scales, site_modules
 from .policies import PositionTable
 from .quantizers import SMALLEST_SCALE, weight_values
 
+INT4_BITS = 4
 INT4_GROUPS = (32, 64, 128, 256)
 INT4_OUTPUTS = 16
-"""What torch's kernel takes: these group sizes, and outputs in multiples of this."""
+"""What torch's kernel takes: codes of up to these bits, these group sizes, and outputs in multiples of this."""
 INT4_ZERO = 8
 """The kernel's code for zero."""
 ROWS_AT_ONCE = 256
@@ -90,6 +91,7 @@ class IntegerLinear(nn.Module):
     def __init__(self, coded: CodedWeight, bias_O: Tensor | None) -> None:
         super().__init__()
         outputs, groups = coded.scale_OG.shape
+        self.in_features = coded.codes_OI.shape[1]
         codes_OGS = coded.codes_OI.reshape(outputs, groups, -1)
         self.register_buffer("codes_GSO", codes_OGS.permute(1, 2, 0).contiguous())
         self.register_buffer("scale_GO", coded.scale_OG.t().contiguous())
@@ -138,11 +140,11 @@ class Int4Linear(nn.Module):
         """ValueError for a weight that torch's kernel does not take."""
         super().__init__()
         (outputs, inputs), groups = coded.codes_OI.shape, coded.scale_OG.shape[1]
-        self.group_size = inputs // groups
-        if coded.bits > 4 or self.group_size not in INT4_GROUPS or outputs % INT4_OUTPUTS:
+        self.in_features, self.group_size = inputs, inputs // groups
+        if coded.bits > INT4_BITS or self.group_size not in INT4_GROUPS or outputs % INT4_OUTPUTS:
             raise ValueError(
                 f"weight_bits {coded.bits}, group_size {self.group_size}, {outputs} outputs: torch's 4-bit kernel "
-                f"takes up to 4 bits, groups of {INT4_GROUPS} and outputs in multiples of {INT4_OUTPUTS}"
+                f"takes up to {INT4_BITS} bits, groups of {INT4_GROUPS} and outputs in multiples of {INT4_OUTPUTS}"
             )
         convert = torch.ops.aten._convert_weight_to_int4pack_for_cpu
         self.register_buffer("packed_OP", convert(coded.codes_OI.to(torch.int32) + INT4_ZERO, 1))

@@ -14,8 +14,10 @@ from typing import Any
 
 from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme, apply_scheme
 from reflux.components.algorithms.policies import PositionTable
-from reflux.components.bundle import load_bundle
+from reflux.components.bundle import load_bundle, read_scheme
 from reflux.components.models import load_model
+from reflux.components.stored_scheme import stored_scheme
+from reflux.components.transformers_bundle import load_deployed, require_kernels
 
 UNQUANTISED = Scheme(weight_bits=FULL_PRECISION, activation_bits=FULL_PRECISION)
 
@@ -30,8 +32,12 @@ class Candidate:
 
     @property
     def latency_of(self) -> str:
-        """Low-bit arithmetic is imitated in floating point here, so its time is not that of a deployed kernel."""
-        return "deployed" if self.scheme == UNQUANTISED else "simulated"
+        """Where low-bit arithmetic is imitated in floating point, its time is not that of a deployed kernel."""
+        return "deployed" if self.scheme == UNQUANTISED or self.on_kernels else "simulated"
+
+    @property
+    def on_kernels(self) -> bool:
+        return self.role == "deployed"
 
 
 def candidates(
@@ -69,6 +75,37 @@ def candidates(
             load=partial(load_bundle, bundle),
         ),
     ]
+
+
+def given(path: Path, base: Path) -> list[Candidate]:
+    """Anybody's model beside `base`, which it was made from: a bundle with its quantiser without training and, where
+    there are kernels for it, on these; or a checkpoint in Hugging Face layout. ValueError for one of a kind that is not
+    known.
+    """
+    full = Candidate(name="fp32", role="full", scheme=UNQUANTISED, load=partial(load_model, base))
+    if not (path / "quant_config.json").is_file():
+        return [full, Candidate(name="given", role="given", scheme=stored_scheme(path), load=partial(load_model, path))]
+    scheme = read_scheme(path)
+    bits = f"w{scheme.weight_bits}a{scheme.activation_bits}"
+    weights_only = replace(scheme, activation_bits=FULL_PRECISION)
+    rows = [full]
+    if weights_only not in (scheme, UNQUANTISED):
+        load = lambda: apply_scheme(load_model(base), weights_only)  # noqa: E731
+        rows.append(Candidate(name=scheme_name(weights_only), role="weights_only", scheme=weights_only, load=load))
+    rows.append(Candidate(name=f"{bits}_given", role="given", scheme=scheme, load=partial(load_bundle, path)))
+    if lacks_kernels(path) is None:
+        load_it = partial(load_deployed, path)
+        rows.append(Candidate(name=f"{bits}_deployed", role="deployed", scheme=scheme, load=load_it))
+    return rows
+
+
+def lacks_kernels(bundle: Path) -> str | None:
+    """Why a bundle has no row on low-bit kernels; None if it has one."""
+    try:
+        require_kernels(bundle)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def scheme_name(scheme: Scheme) -> str:

@@ -11,7 +11,7 @@ from reflux.components.algorithms.output_head import output_head
 
 from .candidates import Candidate
 from .config import EvaluateConfig
-from .footprint import activation_bits, deployed_bytes
+from .footprint import activation_bits, deployed_bytes, held_bytes
 from .heldout import Batch, Trace, batches
 from .measure import Decisions, decisions, decode_times_ms, generate, layer_errors, pad_token, text_nats, trace_scores
 from .row import Row
@@ -67,7 +67,7 @@ def _row(
         generations=generate(model, tokenizer, heldout[: config.generations], config.generation_tokens),
         decode_ms=decode_times_ms(model, tokenizer, heldout[0].prompt_token_ids, config.latency_tokens),
         latency_of=candidate.latency_of,
-        memory_bytes=deployed_bytes(model, candidate.scheme),
+        memory_bytes=held_bytes(model) if candidate.on_kernels else deployed_bytes(model, candidate.scheme),
         effective_bits=candidate.scheme.effective_bits(),
         effective_bits_activation=activation_bits(model, candidate.scheme),
         quantizer_digest=candidate.scheme.digest(),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from reflux.components.algorithms.low_bit import FULL_PRECISION, SITES, Scheme, decoder_layers
+from torch import nn
+
+from reflux.components.algorithms.cpu_kernels import Int4Linear, IntegerLinear
+from reflux.components.algorithms.low_bit import FULL_PRECISION, SITES, LowBitLinear, Scheme, decoder_layers
 from reflux.components.bundle import held_elsewhere, quantized_linears
 
 TABLE_VALUE_BYTES = 4
@@ -27,6 +30,14 @@ def deployed_bytes(model: Any, scheme: Scheme) -> int:
     return round(bits / 8) + table
 
 
+def held_bytes(model: Any) -> int:
+    """Bytes of the parameters and buffers that the model has in memory, each once. They are what a model on low-bit
+    kernels really takes, and say nothing of one that imitates them.
+    """
+    held = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    return sum(t.numel() * t.element_size() for t in held.values())
+
+
 def activation_bits(model: Any, scheme: Scheme) -> float:
     """Effective bits per quantised activation, mean over the values of all sites."""
     layer = decoder_layers(model)[0]
@@ -36,4 +47,6 @@ def activation_bits(model: Any, scheme: Scheme) -> float:
 
 def _input_width(module: Any) -> int:
     """Channels that the first linear of a block, or a linear itself, receives."""
-    return next(p.shape[1] for p in module.parameters() if p.ndim == 2)
+    linears = (m for m in module.modules() if isinstance(m, nn.Linear | LowBitLinear | IntegerLinear | Int4Linear))
+    linear = next(linears)
+    return linear.weight.shape[1] if isinstance(linear, LowBitLinear) else linear.in_features

@@ -13,7 +13,7 @@ from reflux.components.schemas import SCORES
 
 from .measure import TraceScore
 
-ROLES = ("teacher", "full", "weights_only", "plain", "undistilled", "distilled")
+ROLES = ("teacher", "full", "weights_only", "plain", "undistilled", "distilled", "given", "deployed")
 """What a scheme is in the comparison, whatever its bits are: the gate asks for roles, people read names."""
 
 

@@ -89,7 +89,7 @@ def test_zero_points_have_no_kernel(bundles: dict[str, Path], tiny_model: Path, 
     for entry in config["weights"].values():
         entry["zero_point"] = "elsewhere"
     (folder / "quant_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="has zero points, and the low-bit kernels multiply symmetric codes alone"):
+    with pytest.raises(ValueError, match="have zero points, and the low-bit kernels multiply symmetric codes alone"):
         from_pretrained(folder, "deployed")
 
 
