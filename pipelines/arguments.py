@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reflux.components import declare, overrides
-from reflux.pipelines import recipes
+from reflux.pipelines import ir_lint, recipes
 from reflux.pipelines.recipes import Recipe
 
 Definitions = Mapping[str, Mapping[str, Any]]
@@ -47,6 +47,7 @@ def check(definitions: Definitions, values: Mapping[str, Any]) -> dict[str, Any]
     missing = [name for name in required(definitions) if name not in values]
     if missing:
         raise ValueError(f"no value for {', '.join(missing)}, which this pipeline needs: --arg {missing[0]}=VALUE")
+    _require_room(checked)
     return checked
 
 
@@ -107,6 +108,17 @@ def _checked(name: str, definition: Mapping[str, Any], value: Any) -> Any:
     if choices and value not in choices:
         raise ValueError(f"argument {name}: {value!r} is not one of {', '.join(map(str, choices))}")
     return value
+
+
+def _require_room(values: Mapping[str, Any]) -> None:
+    """KFP's driver gets all of them as one argument of its command line."""
+    sizes = {name: len(json.dumps(value).encode()) for name, value in values.items()}
+    if sum(sizes.values()) > ir_lint.NEAR * ir_lint.ARGUMENT_BYTES:
+        longest = max(sizes, key=sizes.__getitem__)
+        raise ValueError(
+            f"arguments of {sum(sizes.values()):,} bytes, of which {longest} {sizes[longest]:,}: all together stay "
+            f"below {ir_lint.NEAR * ir_lint.ARGUMENT_BYTES:,.0f}; put what is long into a file that a stage reads"
+        )
 
 
 def _is_json(value: Any) -> bool:

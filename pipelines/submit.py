@@ -79,7 +79,12 @@ def submit(api: Api, run: Asked) -> str:
         runtime_config=V2beta1RuntimeConfig(parameters=run.values, pipeline_root=run.pipeline_root or None),
         service_account=run.service_account or None,
     )
-    made = kfp_api.change(api, f"create run {run.name}", api.client.runs.run_service_create_run, run=body)
+    try:
+        made = kfp_api.change(api, f"create run {run.name}", api.client.runs.run_service_create_run, run=body)
+    except kfp_api.OutOfReachError as error:
+        raise kfp_api.OutOfReachError(
+            f"{error}; whether the run was made is not known: look for {run.name} in the experiment {run.experiment}"
+        ) from error
     return made.run_id if made else ""
 
 

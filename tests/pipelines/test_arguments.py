@@ -61,6 +61,7 @@ def test_a_whole_number_may_be_written_as_a_float(value: Any) -> None:
         ({"store": "s", "layers": {"a": 1}}, "argument layers: {'a': 1} is not a list"),
         ({"store": "s", "objective": "kl"}, "argument objective: 'kl' is not one of jsd, reverse_kl"),
         ({"steps": 1}, "no value for store"),
+        ({"store": "s" * 98_310}, "arguments of 98,312 bytes, of which store 98,312: all together stay below 98,304"),
     ],
 )
 def test_what_the_server_would_refuse_is_refused_by_name(given: dict[str, Any], message: str) -> None:

@@ -219,6 +219,14 @@ def test_a_proxy_that_answers_for_the_server_is_noticed(
     assert contract.state.pipelines == {}
 
 
+def test_a_run_that_may_have_been_made_is_not_called_unmade(contract: Contract, package: Package) -> None:
+    api = kfp_api.connect(Connection(host=contract.url))
+    submit.submit(api, asked(package))
+    contract.trouble = [(0, "POST")]
+    with pytest.raises(OSError, match="whether the run was made is not known: look for again in the experiment reflux"):
+        submit.submit(api, asked(package, name="again"))
+
+
 def test_many_users(package: Package) -> None:
     with serving(multi_user=True) as contract:
         assert "--namespace: missing" in refusal(Connection(host=contract.url))
