@@ -16,27 +16,31 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
+import json
 import os
 import pkgutil
+import re
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import reflux.components
-from reflux.components import declare, kfp_executor, overrides, processes
+from reflux.components import declare, kfp_executor, overrides, processes, train_job
 from reflux.components.declare import Component
 from reflux.components.kfp_executor import Location
 from reflux.components.storage import Store, StoreError
+from reflux.components.train_job import TrainJobError
 
 WRONG_INPUT = 2
 INTERRUPTED = 130
 TASKS = ("prerequisites", "close_run")
 """Programs of a pipeline that are no stages: modules of reflux.components with `run(parameters)`."""
 _PLACE = ("store", "run")  # what every call has to say
+_KEY = re.compile(r"objects/[^/]+/[0-9a-f]{64}/manifest\.json")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -52,6 +56,8 @@ class Call:
     inputs: Mapping[str, Location]
     outputs: Mapping[str, Location]
     executor_output: Path | None = None
+    train_job: Mapping[str, Any] = field(default_factory=dict)
+    """What the pods of a TrainJob are asked for that does the work; {} is to work here."""
 
 
 def main(arguments: list[str]) -> int:
@@ -71,7 +77,7 @@ def main(arguments: list[str]) -> int:
                 raise ValueError(f"torchrun started {processes.started()} processes, and this stage works in one")
             with processes.joined():
                 execute(package, component, call)
-    except (ValueError, StoreError, ConnectionError) as error:
+    except (ValueError, StoreError, ConnectionError, TrainJobError) as error:
         if "REFLUX_TRACEBACK" in os.environ:
             raise
         print(f"reflux {stage}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
@@ -113,7 +119,7 @@ def execute(package: str, component: Component, call: Call) -> None:
     store = Store.open(call.store)
     model = call.config.registered_model if component.registers else ""
     registry.require_possible(model, store)
-    parents = {name: artifacts.Artifact.load(store, place.path.read_bytes()) for name, place in call.inputs.items()}
+    parents = {name: _opened(store, place) for name, place in call.inputs.items()}
     parents = _in_order(component, parents)
     inputs = _grouped(component, parents)
     given = {field: sources.resolve(field, uri) for field, uri in declare.source_fields(call.config).items()}
@@ -135,12 +141,19 @@ def execute(package: str, component: Component, call: Call) -> None:
         if not processes.told(False):
             importlib.import_module(f"{_package(package)}.stage").run(call.config, **inputs, **{output: writer})
         return
+    elsewhere = bool(call.train_job) and writer.existing() is None
+    if elsewhere:
+        flags = _as_flags(component, call, parents)
+        body = train_job.job(call.train_job, stage=stage, key=writer.key, run=call.run, flags=flags)
+        train_job.run_to_end(train_job.here(), body)
     params = declare.key_fields(call.config) | declare.other_fields(call.config) | declare.source_fields(call.config)
     with tracking.stage_run(
         stage, call.run, job=call.job, store=store, key=writer.key, params=params, parents=parents, sources=given
     ) as tracked:
         artifact = writer.existing()
-        reused = processes.told(artifact is not None)
+        reused = processes.told(artifact is not None and not elsewhere)
+        if artifact is None and elsewhere:
+            raise TrainJobError(f"the TrainJob is complete, and {store.uri} has no {stage} {writer.key}")
         if artifact is None:
             run = importlib.import_module(f"{_package(package)}.stage").run
             with progress.listening(tracked.publish if tracked else lambda points: None):
@@ -188,6 +201,7 @@ def _executor_input(flags: list[str]) -> kfp_executor.ExecutorInput:
 def _from_kfp(component: Component, asked: kfp_executor.ExecutorInput) -> Call:
     values = dict(asked.parameters)
     store, run, job, changes = (values.pop(name, None) for name in declare.PLATFORM_PARAMETERS)
+    of_a_job = {name: values.pop(name) for name in declare.JOB_PARAMETERS if name in values}
     stage = component.name.rpartition(".")[2]
     call = Call(
         config=overrides.own_part(stage, component.config_class, values, changes or {}),
@@ -197,6 +211,7 @@ def _from_kfp(component: Component, asked: kfp_executor.ExecutorInput) -> Call:
         inputs=asked.inputs,
         outputs=asked.outputs,
         executor_output=asked.output_file,
+        train_job={**of_a_job.pop("train_job"), **of_a_job} if of_a_job else {},
     )
     return _complete(component, call)
 
@@ -208,10 +223,16 @@ def _from_flags(component: Component, flags: list[str]) -> Call:
     )
     for name in _PLACE:
         parser.add_argument(declare.flag(name), required=True, help=declare.PLATFORM_PARAMETERS[name])
+    parser.add_argument("--job", default="", help=declare.PLATFORM_PARAMETERS["job"])
     for name in component.inputs:
         many: dict[str, Any] = {"nargs": "+"} if name in component.several else {}
         parser.add_argument(
-            declare.flag(name), required=True, type=Path, metavar="MANIFEST", help=f"Input {name}.", **many
+            declare.flag(name),
+            required=True,
+            type=Path,
+            metavar="MANIFEST",
+            help=f"Input {name}, or its key in the store.",
+            **many,
         )
     shown_pages = (*declare.SHOWN, *component.html)
     for name in (*component.outputs, *shown_pages):
@@ -225,7 +246,7 @@ def _from_flags(component: Component, flags: list[str]) -> Call:
         )
     declare.to_argparse(component.config_class, parser)
     values = vars(parser.parse_args(flags))
-    at = {name: values.pop(name) for name in _PLACE}
+    at = {name: values.pop(name) for name in (*_PLACE, "job")}
     inputs: dict[str, Path] = {}
     for name in component.inputs:
         paths = values.pop(name)
@@ -251,9 +272,31 @@ def _complete(component: Component, call: Call) -> Call:
         if not _of(name, call.inputs):
             raise ValueError(f"input {name}: no manifest there (not given)")
     for name, place in call.inputs.items():
-        if not place.path.is_file():
+        if not place.path.is_file() and not _KEY.fullmatch(str(place.path)):
             raise ValueError(f"input {name}: no manifest there ({place.path})")
     return call
+
+
+def _opened(store: Store, place: Location) -> Any:
+    """The artifact of a manifest in a file, or of one that is named by its key in the store."""
+    from reflux.components.artifacts import Artifact
+
+    if place.path.is_file():
+        return Artifact.load(store, place.path.read_bytes())
+    _, stage, key, _ = place.path.parts
+    return Artifact.open(store, stage, key)
+
+
+def _as_flags(component: Component, call: Call, parents: Mapping[str, Any]) -> list[str]:
+    """The call as another machine can make it that sees the same store."""
+    from reflux.components.artifacts import manifest_key
+
+    config = declare.key_fields(call.config) | declare.other_fields(call.config) | declare.source_fields(call.config)
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in config.items()}
+    texts |= {name: manifest_key(parent.stage, parent.key) for name, parent in parents.items()}
+    texts |= {"store": call.store, "run": call.run, "job": call.job}
+    texts |= {f"out_{name}": f"/tmp/{name}.json" for name in component.outputs}
+    return [f"{declare.flag(name)}={text}" for name, text in texts.items()]
 
 
 def _of(name: str, inputs: Mapping[str, Any]) -> list[Any]:

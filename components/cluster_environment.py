@@ -26,3 +26,13 @@ def given(task: Any) -> Any:
     kubernetes.use_secret_as_env(task, KEYS, {name: name for name in KEYS_GIVE}, optional=True)
     kubernetes.use_config_map_as_env(task, SETTINGS, {name: name for name in SETTINGS_GIVE}, optional=True)
     return task
+
+
+def variables() -> list[dict[str, Any]]:
+    """The same, as the variables of a container that KFP does not make."""
+    sources = [("secretKeyRef", KEYS, name) for name in KEYS_GIVE]
+    sources += [("configMapKeyRef", SETTINGS, name) for name in SETTINGS_GIVE]
+    return [
+        {"name": name, "valueFrom": {kind: {"name": holder, "key": name, "optional": True}}}
+        for kind, holder, name in sources
+    ]

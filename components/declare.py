@@ -35,6 +35,8 @@ PLATFORM_PARAMETERS = {
     "job": "Id that KFP gives the run.",
     "overrides": "What a person changes, {stage: {field: value}}: the stage lays its own part over its fields.",
 }
+JOB_PARAMETERS = {"train_job": dict, "accelerator": str, "accelerators": str}
+"""What a task has besides where several pods do its work (train_job.py): all that their job needs to know."""
 SHOWN = ("metrics", "summary")
 """Artifacts of every stage whose bytes KFP's UI shows: its numbers, and a page in Markdown."""
 
@@ -218,7 +220,7 @@ def container_component(
             raise ValueError(
                 f"{label}: type {kind} is not allowed; use str, int, float, bool, list[str], list[int] or list[float]"
             )
-        if name_of_field in {*inputs, *outputs, *html, *SHOWN, *PLATFORM_PARAMETERS, "image"}:
+        if name_of_field in {*inputs, *outputs, *html, *SHOWN, *PLATFORM_PARAMETERS, *JOB_PARAMETERS, "image"}:
             raise ValueError(f"{label}: the name is taken by an artifact or by a parameter of every stage")
     return Component(
         name=name,
@@ -256,12 +258,19 @@ class Component:
         `image` and `place` are `kfp_task.started`'s.
         """
         constants = {} if config is None else key_fields(config) | other_fields(config) | source_fields(config)
-        return kfp_task.started(self.kfp, image, place, constants | arguments)
+        kfp = self.kfp_of_a_job if "train_job" in arguments else self.kfp
+        return kfp_task.started(kfp, image, place, constants | arguments)
 
     @functools.cached_property
     def kfp(self) -> Any:
         """The KFP container component."""
         return kfp_task.component(self.name, self._parameters(), doc=self._docstring(), image=self.image or IMAGE)
+
+    @functools.cached_property
+    def kfp_of_a_job(self) -> Any:
+        """The same, that has several pods do the work."""
+        parameters = [*self._parameters(), *((name, kind, REQUIRED) for name, kind in JOB_PARAMETERS.items())]
+        return kfp_task.component(self.name, parameters, doc=self._docstring(), image=self.image or IMAGE)
 
     def _parameters(self) -> Iterator[tuple[str, Any, Any]]:
         from kfp import dsl

@@ -23,8 +23,9 @@ RETRIED_FOR = f"{30 * 24 * 3600}s"
 """Argo counts it from the beginning of the first attempt, ends later attempts when it is over, and begins none after
 it; KFP's default of an hour would leave a training of two alone. So it is longer than any stage works."""
 SHARED_MEMORY = "/dev/shm"
-SHARED = ("collect_traces",)
+SHARED = ("collect_traces", "distill")
 """Tasks whose work can be shared among pods."""
+TRAINED_TOGETHER = "distill"
 
 _UNITS = {"": 1.0, "m": 1e-3} | {
     f"{letter}{i}": base**power
@@ -60,7 +61,10 @@ class Pod:
     node_selector: list[str] = field(default_factory=list)
     """Labels that its node must have: LABEL=VALUE."""
     pods: int = 1
-    """Among how many pods the work is shared; more than one: collect_traces, in parts that merge_traces joins."""
+    """Among how many pods the work is shared; more than one: collect_traces, in parts that merge_traces joins, and
+    distill, whose pods train together as a TrainJob."""
+    runtime: str = "torch-distributed"
+    """ClusterTrainingRuntime of Kubeflow Trainer, where pods train together: taints, labels and volumes are its own."""
     retries: int = 0
     """How often it is begun again after it failed or was evicted. A stage goes on from its shards and checkpoints."""
     retry_after_s: int = 60
@@ -102,6 +106,8 @@ class Placement:
         from kfp import kubernetes
 
         pod = self.pods[name]
+        if self.train_job(name, ""):
+            pod = replace(_WATCHES, retries=pod.retries, retry_after_s=pod.retry_after_s)
         task.set_cpu_request(pod.cpu)
         if pod.cpu_limit:
             task.set_cpu_limit(pod.cpu_limit)
@@ -129,6 +135,17 @@ class Placement:
                 backoff_max_duration=RETRIED_FOR,
             )
 
+    def train_job(self, name: str, image: str) -> dict[str, Any]:
+        """The inputs of a task whose work several pods do together; {} if one does it. `image` is theirs."""
+        pod = self.pods[name]
+        if pod.pods == 1 or name != TRAINED_TOGETHER:
+            return {}
+        asked = {
+            "nodes": pod.pods, "runtime": pod.runtime, "image": image or declare.IMAGE, "cpu": pod.cpu,
+            "cpu_limit": pod.cpu_limit, "memory": pod.memory, "memory_limit": pod.memory_limit or pod.memory,
+        }  # fmt: skip
+        return {"train_job": asked, "accelerator": self.accelerator, "accelerators": self.accelerators}
+
 
 def changed(pods: Mapping[str, Pod], table: Any) -> dict[str, Pod]:
     """The pods with fields replaced, {task: {field: value}}. ValueError names task, field, value and what is right."""
@@ -145,11 +162,24 @@ def changed(pods: Mapping[str, Pod], table: Any) -> dict[str, Pod]:
             made[name] = declare.from_mapping(Pod, {**asdict(pods[name]), **fields})
         except ValueError as error:
             raise ValueError(f"kubernetes.{name}.{str(error).removeprefix('pod.')}") from None
+        if made[name].pods > 1 and name == TRAINED_TOGETHER:
+            _require_no_own_place(name, made[name])
         if made[name].pods > 1 and name not in SHARED:
             raise ValueError(
                 f"kubernetes.{name}.pods {made[name].pods}: works in one pod; more are allowed for {', '.join(SHARED)}"
             )
     return made
+
+
+def _require_no_own_place(name: str, pod: Pod) -> None:
+    """What a TrainJob says in another way in each version of Trainer is not dropped in silence."""
+    for field_name in ("node_selector", "shared_memory", "tolerations"):
+        value = getattr(pod, field_name)
+        if value and value != getattr(DEFAULTS[name], field_name):
+            raise ValueError(
+                f"kubernetes.{name}.{field_name} {value!r}: with {pod.pods} pods it belongs into the "
+                f"ClusterTrainingRuntime {pod.runtime}"
+            )
 
 
 def toleration(text: str) -> dict[str, str]:
@@ -202,3 +232,5 @@ DEFAULTS: Mapping[str, Pod] = {
     "close_run": Pod(cpu="250m", memory="1Gi"),
 }
 """Task -> what it asks for."""
+_WATCHES = Pod(memory="4Gi")
+"""A task that only watches a job. It reads the models once, for their digests."""

@@ -73,9 +73,9 @@ def distillation(config: "Recipe", image: str = "", *, name: str, attended: bool
                 answers.after(prerequisites(config.stages(), **form, **at))
             profile = profile_kv(config.profile_kv, traces=traces, student_uri=student, **at).outputs["profile"]
             labels = ingest_labels(config.ingest_labels, traces=traces, labels_uri=labels_uri, **at).outputs["labels"]
-            learned = distill(
-                config.distill, traces=traces, profile=profile, labels=labels, objective=objective, **models, **at
-            ).outputs["student"]
+            taught = {"traces": traces, "profile": profile, "labels": labels, "objective": objective}
+            job_of_pods = {} if attended else pods.train_job("distill", image)
+            learned = distill(config.distill, **taught, **job_of_pods, **models, **at).outputs["student"]
             seen = {"student": learned, "profile": profile, "traces": traces}
             bundle = calibrate(config.calibrate, student_uri=student, **seen, **at).outputs["bundle"]
             judged = {"bundle": bundle, "eval_text_uri": eval_text_uri, "registered_model": registered_model, **seen}

@@ -14,6 +14,8 @@ import pytest
 import yaml
 from kustomized import MANIFESTS, OVERLAYS, containers, of_kind, overlay, pods
 
+from reflux.components import train_job
+
 PROVIDED = {"reflux-object-store", "mlflow-database"}  # Secrets that people bring: manifests/secrets
 SECRET_NAME = re.compile(r"PASSWORD|SECRET|TOKEN|CREDENTIAL|ACCESS_KEY", re.IGNORECASE)
 every_overlay = pytest.mark.parametrize("name", OVERLAYS)
@@ -175,9 +177,19 @@ def test_nothing_in_git_fills_in_a_secret() -> None:
 
 @every_overlay
 def test_rights_are_few_and_named(name: str) -> None:
-    """A run may read two Secrets by name, report to Argo, look at pods; who registers may do that and no more."""
+    """A run may read two Secrets by name, report to Argo, look at pods; who registers may do that and no more. With the
+    cluster's overlay a run may make TrainJobs too.
+    """
     roles = {role: rights["rules"] for role, rights in of_kind(overlay(name), "Role").items()}
+    trainjobs = roles.pop("reflux-trainjobs", None)
     assert roles.keys() == {"reflux-runner", "reflux-register"}
+    if name == "cluster":
+        asked = {"apiGroups": [train_job.GROUP], "resources": [train_job.PLURAL], "verbs": ["create", "get", "delete"]}
+        assert trainjobs == [asked]
+        binding = of_kind(overlay(name), "RoleBinding")["reflux-trainjobs"]
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "reflux-runner", "namespace": "kubeflow"}]
+    else:
+        assert trainjobs is None
     assert of_kind(overlay(name), "ClusterRole") == of_kind(overlay(name), "ClusterRoleBinding") == {}
     for rule in (rule for rules in roles.values() for rule in rules):
         assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
