@@ -123,12 +123,13 @@ def _upload_version(state: State, ids: Any, query: dict[str, str], body: str) ->
     own = {key: each for key, each in state.versions.items() if each["pipeline_id"] == pipeline_id}
     _unique(own, query["name"], "pipeline version")
     try:
-        spec, *_ = yaml.safe_load_all(body)
+        spec, *platform = yaml.safe_load_all(body)
         json_format.ParseDict(spec, pipeline_spec_pb2.PipelineSpec())
     except (yaml.YAMLError, json_format.ParseError) as error:
         raise DeniedError(400, f"Failed to create a pipeline version: {error}") from None
     made = {"pipeline_id": pipeline_id, "pipeline_version_id": str(uuid.uuid4()), "display_name": query["name"]}
-    state.versions[made["pipeline_version_id"]] = {**made, "created_at": state._now(), "pipeline_spec": spec}
+    both = {"pipeline_spec": spec, "platform_spec": platform[0]} if platform else spec
+    state.versions[made["pipeline_version_id"]] = {**made, "created_at": state._now(), "pipeline_spec": both}
     return state.versions[made["pipeline_version_id"]]
 
 
@@ -267,7 +268,8 @@ def _unique(table: dict[str, dict[str, Any]], name: str, kind: str) -> None:
 
 
 def _check_arguments(spec: dict[str, Any], given: dict[str, Any]) -> None:
-    inputs = spec.get("root", {}).get("inputDefinitions", {}).get("parameters", {})
+    root = spec.get("pipeline_spec", spec).get("root", {})
+    inputs = root.get("inputDefinitions", {}).get("parameters", {})
     for name, definition in inputs.items():
         if name not in given:
             if "defaultValue" not in definition and not definition.get("isOptional"):
@@ -278,6 +280,8 @@ def _check_arguments(spec: dict[str, Any], given: dict[str, Any]) -> None:
         kind = definition["parameterType"]
         if not isinstance(given[name], JSON_TYPES[kind]) or isinstance(given[name], bool) != (kind == "BOOLEAN"):
             raise DeniedError(400, f"Invalid input error: input parameter {name} requires type {kind}")
+        if definition.get("literals") and given[name] not in definition["literals"]:
+            raise DeniedError(400, f"Invalid input error: input parameter {name} is none of its literals")
     if extra := given.keys() - inputs.keys():
         raise DeniedError(
             400, f"Invalid input error: parameter(s) provided are not required by pipeline: {', '.join(extra)}"

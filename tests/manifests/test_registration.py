@@ -71,7 +71,7 @@ def test_it_registers_what_compile_gives_once_and_within_its_rights(contract: Co
     (pipeline,), (version,) = contract.state.pipelines.values(), contract.state.versions.values()
     assert pipeline["display_name"] == "reflux-demo"
     assert version["display_name"] == f"reflux-demo-{package.digest[:12]}"
-    assert version["pipeline_spec"] == package.spec
+    assert version["pipeline_spec"]["pipeline_spec"] == package.spec
     (sent,) = [body for _, path, body in contract.changes() if "upload_version" in path]
     assert sent == package.text
     before = len(contract.changes())

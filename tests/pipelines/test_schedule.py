@@ -175,7 +175,7 @@ def test_a_recipe_is_uploaded_and_is_the_newest_version_afterwards(contract: Con
     assert [each.partition("?")[0] for each in told(contract)] == ["POST pipelines/upload_version"], "no new schedule"
     schedule.apply(reach(contract), wanted(package))  # back to what was there before
     newest = registration.newest_version(reach(contract), pipeline_id)
-    assert newest.pipeline_spec == package.spec
+    assert newest.pipeline_spec["pipeline_spec"] == package.spec
     told(contract)
     schedule.apply(reach(contract), wanted(package))
     assert told(contract) == []

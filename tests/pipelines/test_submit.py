@@ -50,7 +50,7 @@ def test_what_is_missing_is_made_and_the_run_is_pinned_to_its_version(contract: 
     ((experiment_id, experiment),) = contract.state.experiments.items()
     assert pipeline["display_name"] == "reflux-tea-submitted"
     assert version["display_name"] == f"reflux-tea-submitted-{package.digest[:12]}"
-    assert version["pipeline_spec"] == package.spec
+    assert version["pipeline_spec"]["pipeline_spec"] == package.spec
     assert experiment["display_name"] == "reflux"
     assert run["display_name"] == "first"
     assert run["experiment_id"] == experiment_id
