@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from reflux.components import policy_table
 from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme, apply_scheme, decoder_layers
 from reflux.components.algorithms.quantizers import weight_codes, weight_values
+from reflux.components.bundle_digests import require_intact
 
 FORMAT = "reflux-bundle/1"
 WORD_BITS = 32
@@ -213,6 +214,7 @@ def load_bundle(folder: Path) -> Any:
         raise ValueError(
             f"{folder}/model.safetensors: does not fit config.json; differing: {sorted(missing ^ state.keys())[:3]}"
         )
+    require_intact(folder, read_quant_config(folder).get("files", {}))  # none in a bundle from before they were kept
     model.load_state_dict(state, strict=False)
     model.tie_weights()
     model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

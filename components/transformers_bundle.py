@@ -33,6 +33,7 @@ from reflux.components.algorithms.cpu_kernels import (
 )
 from reflux.components.algorithms.low_bit import FULL_PRECISION, apply_scheme
 from reflux.components.bundle import dequantized, quantized_linears, read_quant_config, read_scheme, unpack
+from reflux.components.bundle_digests import require_intact
 
 METHOD = "reflux"
 FORWARDS = ("simulated", "deployed")
@@ -101,6 +102,7 @@ class BundleQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         folder = Path(self.quantization_config.folder)
         fill = _deployed if self.quantization_config.forward == "deployed" else _simulated
+        require_intact(folder, read_quant_config(folder).get("files", {}))
         with safe_open(folder / "model.safetensors", framework="pt") as file:
             return fill(model, folder, file).requires_grad_(False)
 

@@ -15,10 +15,12 @@ import reflux.kernels
 from reflux.components import policy_table
 from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme
 from reflux.components.bundle import compressed_tensors_config, deployed_state, quant_config
+from reflux.components.bundle_digests import digests
 
 RUNTIME = (
     "components/__init__.py",
     "components/bundle.py",
+    "components/bundle_digests.py",
     "components/outliers.py",
     "components/policy_table.py",
     "components/transformers_bundle.py",
@@ -58,7 +60,8 @@ def write_bundle(
     (folder / "generation_config.json").write_text(student.generation_config.to_json_string() + "\n")
     tokenizer.save_pretrained(folder)
     save_file(deployed_state(student, scheme), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "quant_config.json").write_text(_json(quant_config(student, scheme, thresholds, fallback_share)))
+    description = quant_config(student, scheme, thresholds, fallback_share) | {"files": digests(folder)}
+    (folder / "quant_config.json").write_text(_json(description))
     if student.policy is not None:
         (folder / "policy_table.bin").write_bytes(policy_table.encode(student.policy))
     (folder / "README.md").write_text(card)
