@@ -80,7 +80,8 @@ def need(
     places = min(config.micro_batch_sequences, config.batch_sequences // count) * config.max_sequence_tokens
     chunk = OF_LOGITS * 4 * CHUNK_TOKENS * student.vocabulary
     slots = min(config.rollout_slots or config.rollout_batch, config.rollout_batch) // count or 1
-    cache = slots * config.max_sequence_tokens * student.layers * student.kv_channels * 2 * 4
+    longest = max(config.max_sequence_tokens, config.rollout_new_tokens)  # what training cuts was rolled out before
+    cache = slots * longest * student.layers * student.kv_channels * 2 * 4
     gathered = 4 * student.decoder * (1 - 1 / share)
     rolling = 8 * student.linear + cache + gathered + 3 * 4 * slots * student.vocabulary
     return Need(

@@ -122,9 +122,12 @@ def _look(
     if config.generations_every and step % config.generations_every == 0:
         asked = dict([*validation.items(), *trainer.traces.items()][: config.generation_prompts])
         with parallel.whole(trainer.student):
-            rows = generations(
-                trainer.rollouts.engine, tokenizer, asked, step=step, max_new_tokens=config.rollout_new_tokens
-            )
+            try:
+                rows = generations(
+                    trainer.rollouts.engine, tokenizer, asked, step=step, max_new_tokens=config.rollout_new_tokens
+                )
+            except FloatingPointError as error:
+                raise NotFiniteError(f"distill: answers after step {step}: {error}", [*asked.values()]) from error
         watched.generations += rows
         show(rows)
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from reflux.components.distill.config import DistillConfig
-from reflux.components.distill.memory import Need, require_memory
+from reflux.components.distill.memory import Need, need, require_memory
 from reflux.components.memory import available_gib
+from reflux.components.models import ModelShape
 
 GIB = 2**30
 
@@ -34,6 +35,19 @@ def test_files_that_a_container_has_cached_do_not_count_as_used(tmp_path: Path) 
     assert available_gib(file, container(tmp_path, "max", current=12, cached=(2, 7))) == 40
     assert available_gib(machine(tmp_path, free=3), container(tmp_path, str(16 * GIB), current=0, cached=(0, 0))) == 3
     assert available_gib(tmp_path / "another platform") is None
+
+
+def test_answers_longer_than_what_is_trained_on_need_their_cache() -> None:
+    shape = ModelShape(
+        parameters=100_000, decoder=80_000, linear=70_000, layers=2, hidden=64, intermediate=128, vocabulary=300,
+        kv_channels=32,
+    )  # fmt: skip
+    short, long = (
+        need(DistillConfig(rollout_batch=8, rollout_new_tokens=tokens), shape, shape, "float32")
+        for tokens in (256, 1_000_256)
+    )
+    assert long.forward == short.forward
+    assert (long.rollouts - short.rollouts) * GIB == pytest.approx(8 * 1_000_000 * 2 * 32 * 2 * 4)
 
 
 def test_processes_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
