@@ -121,7 +121,9 @@ def _environments(client: Any, job: str) -> Any:
     run_id = os.environ.get("MLFLOW_RUN_ID", "")
     if not run_id or not is_kfp(job):
         return None
-    run = top = client.get_run(run_id)
+    run = top = _active(client, run_id)
+    if run is None:  # of another server, or removed
+        return None
     while PARENT in top.data.tags:
         top = client.get_run(top.data.tags[PARENT])
     return run if top is not run and top.data.tags.get(JOB) == job else None

@@ -125,6 +125,8 @@ def test_a_run_id_that_is_not_the_plugins_is_left_alone(
     assert brew(tmp_path)[0] == 0
     assert brew(tmp_path, job="12345678", run="local")[0] == 0
     assert client.get_run(somebodys.info.run_id).data.tags.keys() <= {"mlflow.runName"}
+    monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)  # that of a server which is not ours
+    assert brew(tmp_path)[0] == 0
     assert sorted(run.info.run_name for run in everything(client)) == sorted(["notebook", JOB, "brew", "local", "brew"])
 
 
