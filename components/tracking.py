@@ -8,6 +8,7 @@ not imported, while MLFLOW_TRACKING_URI is unset.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -275,4 +276,5 @@ def _artifact_folder(tracking_uri: str) -> str | None:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    """What it says, without the password of a URI: MLflow writes whole addresses into its errors."""
+    return " ".join(re.sub(r"://[^/@\s]*@", "://", str(error)).split())[:300]

@@ -231,6 +231,16 @@ def test_unusable_tracking_is_one_clear_line(
     assert "reflux brew: MLFLOW_TRACKING_URI" in capsys.readouterr().err
 
 
+def test_the_password_of_an_address_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:9")
+    with pytest.raises(
+        ConnectionError, match=r"http://127\.0\.0\.1:9: MLflow cannot be used \(API request to http://127"
+    ) as e:
+        tracking.check()
+    assert "secret" not in str(e.value)
+
+
 def test_a_quote_in_a_run_name_is_refused(tmp_path: Path, client: Any) -> None:
     with pytest.raises(ValueError, match="a quote, or a backslash at its end, cannot be searched for"):
         tracking.begin_pipeline("it's", {}, store=Store.open(str(tmp_path / "store")))
