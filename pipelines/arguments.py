@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reflux.components import declare, overrides
+from reflux.components import declare, overrides, pods
 from reflux.pipelines import ir_lint, recipes
 from reflux.pipelines.recipes import Recipe
 
@@ -52,7 +52,10 @@ def check(definitions: Definitions, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def check_overrides(recipe: Recipe, values: Mapping[str, Any]) -> None:
-    """What `overrides` changes of the recipe, checked as every stage will. ValueError names stage and field."""
+    """What `overrides` changes of the recipe, checked as every stage will, and the accelerators that its pods ask for.
+    ValueError names stage and field.
+    """
+    pods.check_accelerators(values.get("accelerator", ""), values.get("accelerators", "1"))
     changes = values.get(OVERRIDES, {})
     try:
         overrides.require_no_sources(changes)

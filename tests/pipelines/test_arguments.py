@@ -92,3 +92,10 @@ def test_overrides_are_checked_as_every_stage_will(changes: dict[str, Any], mess
     with pytest.raises(ValueError, match=r"argument overrides") as caught:
         arguments.check_overrides(recipes.demo(), {"overrides": changes})
     assert message in str(caught.value)
+
+
+def test_accelerators_are_checked_before_a_pod_asks_for_them() -> None:
+    arguments.check_overrides(recipes.demo(), {"accelerator": "amd.com/gpu", "accelerators": "2"})
+    for values in ({"accelerator": "A100"}, {"accelerator": "nvidia.com/gpu", "accelerators": "1.0"}):
+        with pytest.raises(ValueError, match=f"accelerators? {list(values.values())[-1]!r}: "):
+            arguments.check_overrides(recipes.demo(), values)
