@@ -69,6 +69,7 @@ def test_overrides_of_the_form_decide_what_is_made(tmp_path: Path) -> None:
         party(tmp_path, form={"overrides": {"brew": {"minutes": 7.5}}})
 
 
+@pytest.mark.filterwarnings("ignore:Task .* have no effect in the current local runner")  # a pipeline for a cluster
 def test_a_wrong_form_is_refused_before_the_first_stage(tmp_path: Path) -> None:
     """The whole pipeline, as the form of Kubeflow starts it."""
     text = compile_to_text(distillation(recipes.demo(), name="demo"))
