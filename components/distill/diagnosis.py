@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from reflux.components import models
 
+from .config import DistillConfig
 from .objective import DistillationLoss
 from .replay import Replay
 from .student import make_student
@@ -49,7 +50,7 @@ def diagnose(replay: Replay, student_path: Path, teacher_path: Path) -> Found:
         p.requires_grad_(True)
     teacher = models.load_model(teacher_path)
     dtype = models.DTYPES[replay.compute_dtype]
-    loss = DistillationLoss(student, teacher, tokenizer, replay.config, dtype)
+    loss = DistillationLoss(student, teacher, tokenizer, _scored_with(replay), dtype)
     found = Found(loss_nats=0.0)
     for who, model in {"student": student, "teacher": teacher}.items():
         found.parameters += [f"{who}: {name}" for name, p in model.named_parameters() if not _finite(p)]
@@ -65,6 +66,14 @@ def diagnose(replay: Replay, student_path: Path, teacher_path: Path) -> Found:
             found.losses.append(f"sequence {number}: {value.item()} nats")
     found.gradients += [name for name, p in trained.items() if p.grad is not None and not _finite(p.grad)]
     return found
+
+
+def _scored_with(replay: Replay) -> DistillConfig:
+    """The configuration; where rollouts broke, only prompts are kept, which nobody drew: any divergence shows where."""
+    undrawn = any(s.teacher is None and s.drawn_nats is None for s in replay.sequences)
+    if undrawn and replay.config.minimises("sampled_reverse_kl"):
+        return replace(replay.config, objective="forward_kl")
+    return replay.config
 
 
 @contextmanager

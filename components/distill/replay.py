@@ -109,7 +109,7 @@ def _described(value: Any, prefix: str, tensors: dict[str, torch.Tensor]) -> dic
     for each in fields(value):
         content = getattr(value, each.name)
         if isinstance(content, torch.Tensor):
-            tensors[f"{prefix}.{each.name}"] = content.contiguous()
+            tensors[f"{prefix}.{each.name}"] = content.clone()  # a trace may be in a step twice
         elif is_dataclass(content):
             described[each.name] = {"kind": type(content).__name__} | _described(
                 content, f"{prefix}.{each.name}", tensors

@@ -94,9 +94,19 @@ def test_what_the_last_step_broke_is_kept_with_the_weights_that_were_validated(
     assert moved.abs().median() == pytest.approx(share * 1e36, rel=1e-3)
 
 
-def test_rollouts_that_are_not_finite_keep_their_prompts(chain: Chain, tmp_path: Path) -> None:
+def test_a_trace_that_is_in_a_step_twice_is_kept_twice(chain: Chain, tmp_path: Path) -> None:
     student = poisoned(chain.model, tmp_path / "student", "model.layers.1.mlp.up_proj.weight", float("inf"))
-    place = failed(chain, student, tmp_path / "store", validation_traces=0, on_policy_fraction=1.0)
+    options = {"hard_weight": 8, "batch_sequences": 12, "validation_traces": 0}
+    place = failed(chain, student, tmp_path / "store", **options)
+    shown = CliRunner().invoke(cli, ["replay", place, "--store", str(tmp_path / "store")])
+    assert "made again: nan nats a token, 12 sequences" in shown.output
+
+
+@pytest.mark.parametrize("objective", ["forward_kl", "sampled_reverse_kl"])
+def test_rollouts_that_are_not_finite_keep_their_prompts(chain: Chain, tmp_path: Path, objective: str) -> None:
+    student = poisoned(chain.model, tmp_path / "student", "model.layers.1.mlp.up_proj.weight", float("inf"))
+    options = {"objective": objective, "trace_objective": "forward_kl", "score_prompts": False}
+    place = failed(chain, student, tmp_path / "store", validation_traces=0, on_policy_fraction=1.0, **options)
     shown = CliRunner().invoke(cli, ["replay", place, "--store", str(tmp_path / "store")])
     assert "step 1: distill: rollouts for step 1: the model's logits are NaN for rows [0, 1, 2]" in shown.output
     assert "first in the forward pass: output of model.layers.1.mlp.up_proj, sequence 0, token 0" in shown.output
