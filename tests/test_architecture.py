@@ -46,7 +46,8 @@ SUBMIT_ONLY = [
 ]
 # what such a person does have of the shared rooms
 LIGHT = {
-    f"reflux.components.{name}" for name in ("close_run", "kfp_task", "overrides", "pods", "prerequisites", "progress")
+    f"reflux.components.{name}"
+    for name in ("close_run", "kfp_task", "overrides", "pods", "prerequisites", "progress", "run_tree")
 }
 # checks a run's inputs before any stage starts, with the very code that would stop the stage
 READS_STAGES = {"preflight.py"}
