@@ -93,10 +93,15 @@ def given(path: Path, base: Path) -> list[Candidate]:
         load = lambda: apply_scheme(load_model(base), weights_only)  # noqa: E731
         rows.append(Candidate(name=scheme_name(weights_only), role="weights_only", scheme=weights_only, load=load))
     rows.append(Candidate(name=f"{bits}_given", role="given", scheme=scheme, load=partial(load_bundle, path)))
-    if lacks_kernels(path) is None:
-        load_it = partial(load_deployed, path)
-        rows.append(Candidate(name=f"{bits}_deployed", role="deployed", scheme=scheme, load=load_it))
-    return rows
+    return rows if lacks_kernels(path) else [*rows, on_kernels(path)]
+
+
+def on_kernels(bundle: Path) -> Candidate:
+    """The bundle on low-bit kernels, so that its time and memory are measured. ValueError if there are none for it."""
+    require_kernels(bundle)
+    scheme = read_scheme(bundle)
+    name = f"w{scheme.weight_bits}a{scheme.activation_bits}_deployed"
+    return Candidate(name=name, role="deployed", scheme=scheme, load=partial(load_deployed, bundle))
 
 
 def lacks_kernels(bundle: Path) -> str | None:

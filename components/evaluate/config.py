@@ -37,6 +37,9 @@ class EvaluateConfig:
     """Longest answer, tokens."""
     latency_tokens: int = 100
     """Decoded tokens timed at batch 1 after 10 for warming up; 20 or more, so that a 95th percentile exists."""
+    low_bit_kernels: bool = False
+    """Whether the bundle has a second row, computed by low-bit kernels: its latency and memory are then measured. Takes
+    a third longer, and is refused for a scheme that has no kernel."""
     seed: int = 0
     """Of the bootstrap intervals; everything else is deterministic."""
 

@@ -20,6 +20,7 @@ COLORS = {
     "plain": "#b91c1c",
     "undistilled": "#d97706",
     "distilled": "#059669",
+    "deployed": "#064e3b",
 }
 """By role; each keeps a contrast of 3 or more on white and differs in lightness too."""
 

@@ -16,7 +16,7 @@ from reflux.components.models import context_length, load_tokenizer, require_sam
 from reflux.components.schemas import GENERATIONS, LATENCIES, LAYER_ERRORS, SCORES, TRACE_SCORES
 
 from . import report
-from .candidates import candidates
+from .candidates import candidates, on_kernels
 from .compare import compare
 from .config import EvaluateConfig
 from .gate import gaps_closed, gates
@@ -53,6 +53,8 @@ def run(
             scheme=read_scheme(folder),
             policy=policy_table.decode(profile.file("policy_table.bin")),
         )
+        if config.low_bit_kernels:
+            compared.append(on_kernels(folder))
         rows = compare(config, compared, tokenizer=tokenizer, text=text, heldout=heldout)
 
     gaps = gaps_closed(rows, config.seed)

@@ -109,6 +109,16 @@ def scores(made: Run) -> Artifact:
     return made.evaluate(made.config())
 
 
+def test_the_bundle_can_have_a_row_on_low_bit_kernels(made: Run):
+    scores = made.evaluate(made.config(low_bit_kernels=True))
+    rows = {row["scheme"]: row for row in json.loads(scores.file("metrics.json"))["table"]}
+    assert list(rows) == [*SCHEMES, "w4a4_deployed"]
+    deployed, imitated = rows["w4a4_deployed"], rows["w4a4_distilled"]
+    assert (deployed["latency_of"], imitated["latency_of"]) == ("deployed", "simulated")
+    assert deployed["perplexity"] == pytest.approx(imitated["perplexity"], rel=0.1)  # bfloat16, few tokens
+    assert "w4a4_deployed" in scores.file("report.html").decode()
+
+
 def test_every_scheme_is_scored_on_the_same_heldout_traces(made: Run, scores: Artifact):
     table = scores.table("scores")
     assert table.schema.equals(SCORES)
