@@ -47,6 +47,12 @@ def of_recipe(
     return Package(text=compile_recipe(name, recipe, image=image, store=store, require_digests=require_digests))
 
 
+def unwrapped(told: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The specification in what the server tells of a version: settings for Kubernetes beside it make it wrapped."""
+    spec: Mapping[str, Any] = told.get("pipeline_spec", told)
+    return spec
+
+
 def parameters(spec: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The inputs that a pipeline's specification declares."""
     found: dict[str, dict[str, Any]] = spec.get("root", {}).get("inputDefinitions", {}).get("parameters", {})

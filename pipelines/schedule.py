@@ -31,7 +31,7 @@ from kfp_server_api import (
     V2beta1Trigger,
 )
 
-from reflux.pipelines import arguments, cron, kfp_api, package, recipes, registration, schedule_found, watch
+from reflux.pipelines import arguments, cron, kfp_api, package, recipes, registration
 from reflux.pipelines.kfp_api import Api
 from reflux.pipelines.package import Package
 from reflux.pipelines.recipes import Recipe
@@ -165,9 +165,7 @@ def _body(api: Api, asked: Wanted) -> tuple[Any, str]:
     )
     identity = {"body": _plain(body), "description": schedule.description, "time_zone": schedule.time_zone}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    source = f"recipe {schedule.recipe}" if schedule.recipe else f"pipeline {schedule.pipeline}"
-    mark = schedule_found.mark(source=source, time_zone=schedule.time_zone, digest=digest)
-    body.description = f"{schedule.description}\n{mark}".strip()
+    body.description = f"{schedule.description}\n{schedule.mark(digest)}".strip()
     return body, digest
 
 
@@ -184,7 +182,7 @@ def _inputs(api: Api, pipeline: str) -> dict[str, dict[str, Any]]:
     version = registration.newest_version(api, pipeline_id) if pipeline_id else None
     if version is None:
         raise ValueError(f"pipeline {pipeline!r}: {'has no version' if pipeline_id else 'is not registered'} here")
-    return package.parameters(watch.inner(version.pipeline_spec))
+    return package.parameters(package.unwrapped(version.pipeline_spec))
 
 
 def _delete_when_idle(api: Api, old: Found) -> None:

@@ -33,9 +33,9 @@ from typing import Any
 import yaml
 
 from reflux.components import declare
-from reflux.pipelines import cron, registration
+from reflux.pipelines import cron, registration, schedule_found
 
-_LONGEST_DESCRIPTION = 100  # older servers keep 255 characters, and the mark needs the rest
+_LONGEST_DESCRIPTION = 255  # that KFP's own form takes, the mark and the line before it included
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,9 @@ class Schedule:
             raise ValueError(f"{self.name}: give a recipe, or a pipeline that is registered already, and not both")
         if self.pipeline and (self.changes or self.image):
             raise ValueError(f"{self.name}: changes and image belong to recipe; a registered pipeline is what it is")
-        if len(self.description) > _LONGEST_DESCRIPTION or "\n" in self.description:
-            raise ValueError(f"{self.name}: description: must be one line of up to {_LONGEST_DESCRIPTION} characters")
+        room = _LONGEST_DESCRIPTION - 1 - len(self.mark("0" * 64))
+        if len(self.description) > room or "\n" in self.description:
+            raise ValueError(f"{self.name}: description: must be one line of up to {room} characters")
         if not 1 <= self.max_concurrency <= 10:
             raise ValueError(f"{self.name}: max_concurrency {self.max_concurrency} must be from 1 to 10")
         try:
@@ -103,6 +104,11 @@ class Schedule:
             cron.zone(self.time_zone)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
+
+    def mark(self, digest: str) -> str:
+        """What ends the description on the server. `digest` is that of everything that was asked for."""
+        source = f"recipe {self.recipe}" if self.recipe else f"pipeline {self.pipeline}"
+        return schedule_found.mark(source=source, time_zone=self.time_zone, digest=digest)
 
 
 _TYPES: dict[str, tuple[type, str]] = {

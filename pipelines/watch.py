@@ -44,12 +44,6 @@ def follow(api: Api, run_id: str, *, poll_s: float) -> Any:
         run = _patiently(api, poll_s, method, run_id=run_id)
 
 
-def inner(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The server wraps a specification that has settings for Kubernetes beside it."""
-    inner: Mapping[str, Any] = spec.get("pipeline_spec", spec)
-    return inner
-
-
 def _patiently(api: Api, poll_s: float, method: Callable[..., Any], **arguments: Any) -> Any:
     """The answer, however often it has to be asked for. LostSightError when nothing came for PATIENCE_S."""
     began = time.monotonic()
@@ -106,7 +100,7 @@ def _reason(thing: Any) -> str:
 def _task_names(api: Api, poll_s: float, run: Any) -> set[str] | None:
     """The tasks that people wrote; KFP lists its own beside them. None, which shows all, if the version is gone."""
     if isinstance(run.pipeline_spec, Mapping):
-        return package.tasks(inner(run.pipeline_spec))
+        return package.tasks(package.unwrapped(run.pipeline_spec))
     reference = run.pipeline_version_reference
     if reference is None:
         return None
@@ -115,7 +109,7 @@ def _task_names(api: Api, poll_s: float, run: Any) -> set[str] | None:
         version = _patiently(api, poll_s, api.client.pipelines.pipeline_service_get_pipeline_version, **ids)
     except RefusedError:
         return None
-    return package.tasks(inner(version.pipeline_spec))
+    return package.tasks(package.unwrapped(version.pipeline_spec))
 
 
 def _clock() -> str:

@@ -40,8 +40,12 @@ def test_a_folder_stands_for_its_files(tmp_path: Path) -> None:
         (f"schedules: [{ONE[:-1]}, max_concurrency: true}}]", "max_concurrency: True is not a whole number"),
         (f"schedules: [{ONE[:-1]}, max_concurrency: 11}}]", "weekly: max_concurrency 11 must be from 1 to 10"),
         (
-            f"schedules: [{ONE[:-1]}, description: {'long ' * 21}}}]",
-            "weekly: description: must be one line of up to 100",
+            f"schedules: [{ONE[:-1]}, description: {'long ' * 28}}}]",
+            "weekly: description: must be one line of up to 135",
+        ),
+        (
+            f"schedules: [{ONE[:-1].replace('recipe: demo', 'pipeline: ' + 'p' * 60)}, description: {'l' * 80}}}]",
+            "weekly: description: must be one line of up to 77 characters",
         ),
         (f"schedules: [{ONE[:-1]}, pipeline: p}}]", "weekly: give a recipe, or a pipeline"),
         ("schedules: [{name: w, pipeline: p, image: i, cron: 0 0 3 * * 1, time_zone: UTC}]", "w: changes and image"),
