@@ -11,11 +11,11 @@ on the 4-bit kernel without rounded activations, `imitated` the forward that was
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,9 @@ def weights_only(bundle: Path, folder: Path) -> Path:
     for file in bundle.iterdir():
         if file.name != "quant_config.json":
             (folder / file.name).symlink_to(file.absolute())
-    scheme = replace(read_scheme(bundle), activation_bits=16)
+    scheme = read_scheme(bundle).weights_only()
     config = json.loads((bundle / "quant_config.json").read_text())
-    config |= {"scheme": asdict(scheme), "scheme_sha256": scheme.digest(), "activations": {}}
+    config |= {"scheme": scheme.as_json(), "scheme_sha256": scheme.digest(), "activations": {}}
     (folder / "quant_config.json").write_text(json.dumps(config))
     return folder
 
@@ -66,6 +66,7 @@ def measured(form: str, bundle: Path, base: Path, tokens: int, window_tokens: in
     model = loaded(form, bundle, base)
     text = evaluation_text(None, tokenizer, windows=1, window_tokens=window_tokens)
     times = sorted(decode_times_ms(model, tokenizer, text.window_WT[0, :PROMPT_TOKENS].tolist(), tokens))
+    ctypes.CDLL(None).malloc_trim(0)  # what loading took and gave back
     status = Path("/proc/self/status").read_text()
     resident = int(status.split("VmRSS:")[1].split()[0]) * 1024
     config = model.config

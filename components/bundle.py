@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from reflux.components import policy_table
-from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme, apply_scheme, decoder_layers
+from reflux.components.algorithms.layer_bits import FULL_PRECISION
+from reflux.components.algorithms.low_bit import Scheme, apply_scheme, bits_of_sites, bits_of_weights, decoder_layers
 from reflux.components.algorithms.quantizers import weight_codes, weight_values
 from reflux.components.bundle_digests import require_intact
 
@@ -77,7 +77,7 @@ def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
 
     `model` is the trained student (apply_scheme'd, with master weights); codes and scales are those of its own forward.
     """
-    linears = set(quantized_linears(model)) if scheme.weight_bits < FULL_PRECISION else set()
+    linears = quantized_bits(model, scheme)
     tied = model.config.tie_word_embeddings
     trained = {name: value.detach() for name, value in model.state_dict().items()}
     state: dict[str, torch.Tensor] = {}
@@ -89,8 +89,8 @@ def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
             state[name] = value.clone()
             continue
         clip_OG = trained[f"{stem}.log_clip_OG"]
-        codes_OI, scale_OG = weight_codes(value, scheme.weight_bits, scheme.group_size, clip_OG)
-        state[f"{stem}.weight_packed"] = pack(codes_OI, scheme.weight_bits)
+        codes_OI, scale_OG = weight_codes(value, linears[stem], scheme.group_size, clip_OG)
+        state[f"{stem}.weight_packed"] = pack(codes_OI, linears[stem])
         state[f"{stem}.weight_scale"] = scale_OG.to(torch.float16)
         state[f"{stem}.weight_shape"] = torch.tensor(value.shape)
     return state
@@ -103,49 +103,66 @@ def held_elsewhere(name: str) -> bool:
     return name.startswith("policy.") or name.endswith(".log_clip_OG")
 
 
-def quantized_linears(model: Any) -> list[str]:
-    """Names of the decoder's linear layers, low-bit or not yet."""
+def quantized_bits(model: Any, scheme: Scheme) -> dict[str, int]:
+    """Name of each linear layer whose weight is low-bit under `scheme`, or will be -> its bits."""
     prefix = next(name for name, module in model.named_modules() if module is decoder_layers(model))
-    return [
-        f"{prefix}.{name}"
-        for name, module in decoder_layers(model).named_modules()
-        if getattr(module, "weight", None) is not None and module.weight.ndim == 2
-    ]
+    bits = bits_of_weights(model, scheme)
+    return {name.replace("layers", prefix, 1): n for name, n in bits.items() if n < FULL_PRECISION}
 
 
-def compressed_tensors_config(scheme: Scheme) -> dict[str, Any]:
-    """quantization_config of config.json: what compressed-tensors can say of the scheme, which is the weights."""
-    weights = {
-        "num_bits": scheme.weight_bits,
-        "type": "int",
-        "strategy": "group",
-        "group_size": scheme.group_size,
-        "symmetric": True,
-        "dynamic": False,
-    }
+def compressed_tensors_config(model: Any, scheme: Scheme) -> dict[str, Any]:
+    """quantization_config of config.json: what compressed-tensors can say of the scheme, which is the weights. A group
+    per bit width: the scheme's own is that of every Linear, others name their layers; those in full precision are
+    ignored. ValueError if no weight is low-bit.
+    """
+    of_linear = quantized_bits(model, scheme)
+    if not of_linear:
+        raise ValueError("compressed-tensors: no weight of the model is low-bit")
+    targets = {scheme.weight_bits: ["Linear"]} if scheme.weight_bits in of_linear.values() else {}
+    for name, bits in of_linear.items():
+        if bits != scheme.weight_bits:
+            targets.setdefault(bits, []).append(name)
+    every = quantized_bits(model, Scheme(weight_bits=2))
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", *(name for name in every if name not in of_linear)],
+        "config_groups": {
+            f"group_{index}": {"targets": targets[bits], "weights": _group(bits, scheme.group_size)}
+            for index, bits in enumerate(targets)
+        },
+    }
+
+
+def _group(bits: int, group_size: int) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "type": "int",
+        "strategy": "group",
+        "group_size": group_size,
+        "symmetric": True,
+        "dynamic": False,
     }
 
 
 def quant_config(model: Any, scheme: Scheme, thresholds: dict[str, float], fallback_share: float) -> dict[str, Any]:
-    """The content of quant_config.json. `thresholds`: site -> |x| above which a token counts as an outlier there."""
+    """The content of quant_config.json. `thresholds`: site that rounds -> |x| above which a token counts as an outlier
+    there.
+    """
     weights = {
         name: {
-            "bits": scheme.weight_bits,
+            "bits": bits,
             "group_size": scheme.group_size,
             "zero_point": 0,
             "scale": f"{name}.weight_scale",
         }
-        for name in (quantized_linears(model) if scheme.weight_bits < FULL_PRECISION else [])
+        for name, bits in quantized_bits(model, scheme).items()
     }
     scales_SP2 = model.policy.scales() if model.policy is not None else None
+    of_site = bits_of_sites(model, scheme)
     sites = {
-        site: {"bits": scheme.activation_bits, "outlier_threshold": threshold}
+        site: {"bits": of_site[site], "outlier_threshold": threshold}
         | (
             {}
             if scales_SP2 is None
@@ -159,7 +176,7 @@ def quant_config(model: Any, scheme: Scheme, thresholds: dict[str, float], fallb
     return {
         "format": FORMAT,
         "checkpoint": "deployed",
-        "scheme": asdict(scheme),
+        "scheme": scheme.as_json(),
         "scheme_sha256": scheme.digest(),
         "position_knots": list(model.policy.knots) if model.policy is not None else [],
         "fallback_outlier_share": fallback_share,
@@ -190,7 +207,7 @@ def read_scheme(folder: Path) -> Scheme:
     it.
     """
     config = read_quant_config(folder)
-    scheme = Scheme(**config["scheme"])
+    scheme = Scheme.from_json(config["scheme"])
     if scheme.digest() != config["scheme_sha256"]:
         raise ValueError(f"{folder}/quant_config.json: scheme_sha256 is not that of the scheme beside it")
     return scheme
@@ -200,7 +217,7 @@ def load_bundle(folder: Path) -> Any:
     """The deployed model of a bundle, in eval mode: weights from the packed codes, activations rounded as in
     training.
     """
-    scheme = read_scheme(folder)
+    scheme, weights = read_scheme(folder), read_quant_config(folder)["weights"]
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # read here, not by transformers
@@ -209,7 +226,7 @@ def load_bundle(folder: Path) -> Any:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         if (file.metadata() or {}).get("checkpoint") == "latent":
             raise ValueError(f"{folder}/model.safetensors: holds latent master weights, not deployed ones")
-        state = dict(dequantized(file, scheme))
+        state = dict(dequantized(file, {name: entry["bits"] for name, entry in weights.items()}))
     if missing != state.keys():
         raise ValueError(
             f"{folder}/model.safetensors: does not fit config.json; differing: {sorted(missing ^ state.keys())[:3]}"
@@ -219,16 +236,16 @@ def load_bundle(folder: Path) -> Any:
     model.tie_weights()
     model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     policy = policy_table.decode((folder / "policy_table.bin").read_bytes()) if scheme.needs_policy else None
-    on_the_grid = replace(scheme, weight_bits=FULL_PRECISION)
-    return apply_scheme(model, on_the_grid, policy).eval().requires_grad_(False)
+    return apply_scheme(model, scheme, policy, on_the_grid=True).eval().requires_grad_(False)
 
 
-def dequantized(file: Any, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
+def dequantized(file: Any, bits: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of every parameter in model.safetensors; `bits` of the packed ones are by linear layer."""
     for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
         if name.endswith(".weight_packed"):
             stem = name.removesuffix(".weight_packed")
             columns = file.get_tensor(f"{stem}.weight_shape")[1].item()
-            codes_OI = unpack(file.get_tensor(name), scheme.weight_bits, columns)
+            codes_OI = unpack(file.get_tensor(name), bits[stem], columns)
             yield f"{stem}.weight", weight_values(codes_OI, file.get_tensor(f"{stem}.weight_scale").float())
         elif not name.endswith((".weight_scale", ".weight_shape")):
             yield name, file.get_tensor(name)

@@ -83,10 +83,10 @@ def context_length(path: Path) -> int:
     return int(_configured(path, "max_position_embeddings"))
 
 
-def layer_widths(path: Path) -> set[int]:
-    """Input channels of the decoder's linear layers, which groups of weights have to divide."""
-    hidden, intermediate = (_configured(path, name) for name in ("hidden_size", "intermediate_size"))
-    return {hidden, intermediate, _configured(path, "num_attention_heads") * _head_channels(path)}
+def skeleton(path: Path) -> Any:
+    """The model without its weights, on the meta device. ValueError if its configuration cannot be used."""
+    with torch.device("meta"):  # no weight is made
+        return AutoModelForCausalLM.from_config(_configuration(path))
 
 
 def kv_shape(path: Path) -> tuple[int, int]:
@@ -113,8 +113,7 @@ class ModelShape:
 
 def model_shape(path: Path) -> ModelShape:
     """Sizes of the model behind a path. ValueError if its configuration is of another kind than Llama's."""
-    with torch.device("meta"):  # no weight is made
-        model = AutoModelForCausalLM.from_config(_configuration(path))
+    model = skeleton(path)
     layers = decoder_layers(model)
     heads, channels = kv_shape(path)
     return ModelShape(

@@ -33,7 +33,7 @@ class OutlierCount:
 def counting_outliers(model: Any, thresholds: dict[str, float]) -> Iterator[OutlierCount]:
     """Within the block, count the forwards of `model`; `thresholds` are those of quant_config.json, by site.
 
-    A model whose activations are not rounded has no thresholds, and nothing of it is counted.
+    A site whose activations are not rounded has no threshold, and nothing of it is counted.
     """
     count = OutlierCount()
     if not thresholds:
@@ -41,6 +41,8 @@ def counting_outliers(model: Any, thresholds: dict[str, float]) -> Iterator[Outl
         return
 
     def see(site: str, x_BTD: torch.Tensor) -> None:
+        if site not in thresholds:
+            return
         largest_BT = x_BTD.abs().amax(-1)
         count.seen += largest_BT.numel()
         count.beyond += int((largest_BT > thresholds[site]).sum())

@@ -13,7 +13,7 @@ from typing import Any
 
 from reflux.components import declare, models, registry, sources
 from reflux.components.algorithms.key_tokens import check_strategies
-from reflux.components.algorithms.low_bit import FULL_PRECISION
+from reflux.components.algorithms.low_bit import require_fitting
 from reflux.components.collect_traces.answers import trace_id
 from reflux.components.collect_traces.choice import asked_prompts
 from reflux.components.collect_traces.config import CollectTracesConfig
@@ -53,10 +53,10 @@ def check(
     tokenizer = _same_tokenizer(teacher, student)
     context = models.context_length(teacher)
     _require_context(configs, context, models.context_length(student))
-    if distill.weight_bits < FULL_PRECISION:
-        for width in sorted(models.layer_widths(student)):
-            if width % distill.group_size:
-                raise ValueError(f"distill.group_size {distill.group_size}: must divide the student's {width} channels")
+    try:
+        require_fitting(models.skeleton(student), scheme_of(distill))
+    except ValueError as error:
+        raise ValueError(f"distill.{error}") from None
     check_strategies(collect.key_token_strategies, collect.key_token_weights)
     steps_of(distill, has_policy=scheme_of(distill).needs_policy)
     require_usable(distill, collect.trace_store, collect.top_k)

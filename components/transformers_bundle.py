@@ -12,7 +12,6 @@ codes with torch's CPU kernels (algorithms/cpu_kernels.py) and never holds a res
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ from reflux.components.algorithms.cpu_kernels import (
     use_int4_kernels,
     use_integer_kernels,
 )
-from reflux.components.algorithms.low_bit import FULL_PRECISION, apply_scheme
-from reflux.components.bundle import dequantized, quantized_linears, read_quant_config, read_scheme, unpack
+from reflux.components.algorithms.low_bit import apply_scheme
+from reflux.components.bundle import dequantized, read_quant_config, read_scheme, unpack
 from reflux.components.bundle_digests import require_intact
 
 METHOD = "reflux"
@@ -94,9 +93,8 @@ class BundleQuantizer(HfQuantizer):
     """Leaves the decoder's linears without weights while transformers loads everything else, and fills them then."""
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        if read_scheme(Path(self.quantization_config.folder)).weight_bits < FULL_PRECISION:
-            for name in quantized_linears(model):
-                model.get_submodule(name).register_parameter("weight", None)
+        for name in read_quant_config(Path(self.quantization_config.folder))["weights"]:
+            model.get_submodule(name).register_parameter("weight", None)
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), STORED}
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
@@ -116,11 +114,12 @@ class BundleQuantizer(HfQuantizer):
 
 def _simulated(model: Any, folder: Path, file: Any) -> Any:
     scheme = read_scheme(folder)
-    for name, value in dequantized(file, scheme):
+    bits = {name: entry["bits"] for name, entry in read_quant_config(folder)["weights"].items()}
+    for name, value in dequantized(file, bits):
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, nn.Linear) and module.weight is None:
             module.weight = nn.Parameter(value.to(model.dtype), requires_grad=False)
-    return apply_scheme(model, replace(scheme, weight_bits=FULL_PRECISION), _policy(folder))
+    return apply_scheme(model, scheme, _policy(folder), on_the_grid=True)
 
 
 def _deployed(model: Any, folder: Path, file: Any) -> Any:

@@ -11,7 +11,7 @@ def write_tiny_bundle(folder: Path, model: Path, **options: Any) -> Path:
     import torch
 
     from reflux.components import models
-    from reflux.components.algorithms.low_bit import Scheme, apply_scheme, frozen_weights, site_modules
+    from reflux.components.algorithms.low_bit import Scheme, apply_scheme, bits_of_sites, frozen_weights, site_modules
     from reflux.components.algorithms.policies import KNOTS, PositionTable
     from reflux.components.calibrate.card import model_card
     from reflux.components.calibrate.export import write_bundle
@@ -29,8 +29,8 @@ def write_tiny_bundle(folder: Path, model: Path, **options: Any) -> Path:
             student,
             models.load_tokenizer(model),
             scheme,
-            thresholds=dict.fromkeys(sites, 3.0) if scheme.quantizes_activations else {},
+            thresholds={site: 3.0 for site, bits in bits_of_sites(student, scheme).items() if bits < 16},
             fallback_share=0.05,
-            card=model_card("tiny", scheme, 64, {"student": "sha256:ab"}),
+            card=model_card("tiny", student, scheme, {"student": "sha256:ab"}),
         )
     return folder

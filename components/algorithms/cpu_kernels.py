@@ -91,7 +91,7 @@ class IntegerLinear(nn.Module):
     def __init__(self, coded: CodedWeight, bias_O: Tensor | None) -> None:
         super().__init__()
         outputs, groups = coded.scale_OG.shape
-        self.in_features = coded.codes_OI.shape[1]
+        self.out_features, self.in_features = coded.codes_OI.shape
         codes_OGS = coded.codes_OI.reshape(outputs, groups, -1)
         self.register_buffer("codes_GSO", codes_OGS.permute(1, 2, 0).contiguous())
         self.register_buffer("scale_GO", coded.scale_OG.t().contiguous())
@@ -140,7 +140,7 @@ class Int4Linear(nn.Module):
         """ValueError for a weight that torch's kernel does not take."""
         super().__init__()
         (outputs, inputs), groups = coded.codes_OI.shape, coded.scale_OG.shape[1]
-        self.in_features, self.group_size = inputs, inputs // groups
+        self.in_features, self.out_features, self.group_size = inputs, outputs, inputs // groups
         if coded.bits > INT4_BITS or self.group_size not in INT4_GROUPS or outputs % INT4_OUTPUTS:
             raise ValueError(
                 f"weight_bits {coded.bits}, group_size {self.group_size}, {outputs} outputs: torch's 4-bit kernel "
@@ -198,12 +198,18 @@ def use_integer_kernels(
     model.policy, model.rounds_activations = policy, True
     model.model.register_forward_pre_hook(look_up_scales(policy), with_kwargs=True)
     fed: dict[str, list[IntegerLinear]] = {site: [] for site in sites}
-    for name in weights:
+    for name, linear in model.named_modules():
         holds = [site for site, path in paths.items() if name == path or name.startswith(f"{path}.")]
-        if not holds:
-            raise ValueError(f"integer kernels: {name} stands in no block whose activations are rounded")
-        fed[max(holds, key=lambda site: len(paths[site]))].append(model.get_submodule(name))
+        innermost = max(holds, key=lambda site: len(paths[site]), default=None)
+        if isinstance(linear, IntegerLinear):
+            if innermost is None:
+                raise ValueError(f"integer kernels: {name} stands in no block whose activations are rounded")
+            fed[innermost].append(linear)
+        elif isinstance(linear, nn.Linear) and innermost in site_bits:
+            raise ValueError(f"integer kernels: {name} has its weight in full precision, what enters it is rounded")
     for site, linears in fed.items():
+        if site not in site_bits:
+            continue  # its linears multiply what comes as it is
         module = model.get_submodule(paths[site])
         module.register_forward_pre_hook(_Coding(model, site, linears, site_bits[site], activation), with_kwargs=True)
     return model

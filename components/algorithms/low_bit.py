@@ -2,8 +2,8 @@
 evaluated.
 
 Every linear of the decoder layers rounds its weight; four sites per layer round the activations that feed those
-linears. Embedding, norms and lm_head stay in full precision. Works for decoders with `self_attn` and `mlp` blocks
-(Llama, Qwen, Mistral and their kin).
+linears; layer_bits.py tells which has other bits than the rest. Embedding, norms and lm_head stay in full precision.
+Works for decoders with `self_attn` and `mlp` blocks (Llama, Qwen, Mistral and their kin).
 """
 
 from __future__ import annotations
@@ -12,26 +12,15 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import nn
 
+from .layer_bits import FULL_PRECISION, SITES, bits_of, concern_sites, parsed, require_used
 from .policies import PositionTable
-from .quantizers import (
-    QUANTIZERS,
-    check_group_size,
-    effective_activation_bits,
-    effective_weight_bits,
-    fake_quantize_weight,
-)
-
-FULL_PRECISION = 16
-"""`bits` from here on mean: not quantised."""
-
-SITES = {"attn_in": "self_attn", "o_in": "self_attn.o_proj", "mlp_in": "mlp", "down_in": "mlp.down_proj"}
-"""Where activations are rounded: the name of the site and the module whose input it is."""
+from .quantizers import QUANTIZERS, check_group_size, fake_quantize_weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +31,8 @@ class Scheme:
     group_size: int = 64
     activation_bits: int = 4
     activation: str = "dual"
+    exceptions: tuple[str, ...] = ()
+    """Layers and sites of other bits, as layer_bits.py reads them."""
 
     def __post_init__(self) -> None:
         if self.activation not in QUANTIZERS:
@@ -53,10 +44,30 @@ class Scheme:
                 )
         if self.group_size < 1:
             raise ValueError(f"group_size {self.group_size}: must be at least 1")
+        for exception in self.exceptions:
+            parsed(exception)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """The scheme that `as_json` described."""
+        return cls(**{**values, "exceptions": tuple(values.get("exceptions", ()))})
+
+    def as_json(self) -> dict[str, Any]:
+        """What is stored and digested; without exceptions it is what it was before there were any."""
+        values = {**asdict(self), "exceptions": list(self.exceptions)}
+        return values if self.exceptions else {name: values[name] for name in values if name != "exceptions"}
 
     @property
     def quantizes_activations(self) -> bool:
-        return self.activation_bits < FULL_PRECISION
+        """Whether any site rounds what passes."""
+        return min([self.activation_bits, *concern_sites(self.exceptions)]) < FULL_PRECISION
+
+    def weights_only(self) -> Self:
+        """The same weights, and activations in full precision."""
+        exceptions = self.exceptions
+        if concern_sites(exceptions):
+            exceptions = (*exceptions, *(f"{site}={FULL_PRECISION}" for site in SITES))
+        return replace(self, activation_bits=FULL_PRECISION, exceptions=exceptions)
 
     @property
     def needs_policy(self) -> bool:
@@ -64,19 +75,7 @@ class Scheme:
 
     def digest(self) -> str:
         """sha256 of the configuration."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-
-    def effective_bits(self) -> float:
-        """Bits per quantised weight, scales included; 32 for a full-precision model."""
-        return effective_weight_bits(self.weight_bits, self.group_size) if self.weight_bits < FULL_PRECISION else 32.0
-
-    def effective_bits_activation(self, channels: int) -> float:
-        """Bits per quantised activation, flags and scales included, at `channels` values per token; 32 if not
-        quantised.
-        """
-        if not self.quantizes_activations:
-            return 32.0
-        return effective_activation_bits(self.activation, self.activation_bits, channels)
+        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()
 
 
 class LowBitLinear(nn.Module):
@@ -88,6 +87,7 @@ class LowBitLinear(nn.Module):
     def __init__(self, linear: nn.Linear, bits: int, group_size: int) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bits, self.group_size = bits, group_size
         groups = (linear.out_features, linear.in_features // group_size)
         self.log_clip_OG = nn.Parameter(torch.zeros(groups, dtype=self.weight.dtype, device=self.weight.device))
@@ -122,31 +122,66 @@ def site_modules(model: Any) -> dict[str, nn.Module]:
     }
 
 
-def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None) -> Any:
+def bits_of_weights(model: Any, scheme: Scheme) -> dict[str, int]:
+    """Linear of the decoder layers ('layers.3.mlp.down_proj') -> bits of its weight; FULL_PRECISION where it is not
+    rounded.
+    """
+    names = [
+        f"layers.{name}" for name, module in decoder_layers(model).named_modules() if hasattr(module, "in_features")
+    ]
+    return {name: bits_of(name, scheme.weight_bits, scheme.exceptions) for name in names}
+
+
+def bits_of_sites(model: Any, scheme: Scheme) -> dict[str, int]:
+    """Site ('layers.3.mlp_in') -> bits of its activations; FULL_PRECISION where they are not rounded."""
+    return {site: bits_of(site, scheme.activation_bits, scheme.exceptions) for site in site_modules(model)}
+
+
+def require_fitting(model: Any, scheme: Scheme) -> None:
+    """ValueError for an exception that fits no layer of the model, or a low-bit layer that does not divide into
+    groups; the model may be on the meta device.
+    """
+    of_weights = bits_of_weights(model, scheme)
+    require_used(scheme.exceptions, [*of_weights, *bits_of_sites(model, scheme)])
+    for name, bits in of_weights.items():
+        if bits < FULL_PRECISION:
+            check_group_size(scheme.group_size, model.model.get_submodule(name).in_features, name)
+
+
+def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None, *, on_the_grid: bool = False) -> Any:
     """Quantise `model` in place and return it. The policy becomes `model.policy`, so that its parameters travel with
-    the model.
+    the model. `on_the_grid`: its weights are rounded already, and only activations are.
 
     ValueError, and an unchanged model, if the scheme needs a policy and has none, the policy does not know a site of
-    the model, or a layer does not divide into groups.
+    the model, a layer does not divide into groups, or an exception fits no layer.
     """
-    layers = decoder_layers(model)
-    linears = {name: m for name, m in layers.named_modules() if isinstance(m, nn.Linear)}
+    layers, of_sites = decoder_layers(model), bits_of_sites(model, scheme)
+    require_fitting(model, scheme)
     if scheme.needs_policy and policy is None:
         raise ValueError("activation 'dual' needs a policy table: take the one that profile_kv wrote")
     unknown = [site for site in site_modules(model) if policy is not None and site not in policy.index]
     if scheme.quantizes_activations and unknown:
         raise ValueError(f"policy table has no site {unknown[0]!r}: it was made for another model")
-    if scheme.weight_bits < FULL_PRECISION:
-        for linear in linears.values():
-            check_group_size(scheme.group_size, linear.in_features)
-        for name, linear in linears.items():
-            layers.set_submodule(name, LowBitLinear(linear, scheme.weight_bits, scheme.group_size))
+    if not on_the_grid:
+        for name, bits in bits_of_weights(model, scheme).items():
+            if bits < FULL_PRECISION:
+                place = name.removeprefix("layers.")
+                linear: Any = layers.get_submodule(place)
+                layers.set_submodule(place, LowBitLinear(linear, bits, scheme.group_size))
     model.policy, model.rounds_activations = policy, True
     if scheme.quantizes_activations:
         model.model.register_forward_pre_hook(look_up_scales(policy), with_kwargs=True)
         for site, module in site_modules(model).items():
-            module.register_forward_pre_hook(_Rounding(model, scheme, site), with_kwargs=True)
+            if of_sites[site] < FULL_PRECISION:
+                rounding = _Rounding(model, site, of_sites[site], scheme.activation)
+                module.register_forward_pre_hook(rounding, with_kwargs=True)
     return model
+
+
+def profiled_table(table: PositionTable, scheme: Scheme, chosen_for: int) -> PositionTable:
+    """The table that profile_kv chose for activations of `chosen_for` bits, at the bits that its sites have."""
+    bits = {site: bits_of(site, scheme.activation_bits, scheme.exceptions) for site in table.sites}
+    return table.for_bits({site: n for site, n in bits.items() if n < FULL_PRECISION}, chosen_for)
 
 
 @contextmanager
@@ -177,9 +212,9 @@ class _Rounding:
     position.
     """
 
-    def __init__(self, model: Any, scheme: Scheme, site: str) -> None:
-        self.model, self.site, self.bits = model, site, scheme.activation_bits
-        self.quantizer = QUANTIZERS[scheme.activation]
+    def __init__(self, model: Any, site: str, bits: int, activation: str) -> None:
+        self.model, self.site, self.bits = model, site, bits
+        self.quantizer = QUANTIZERS[activation]
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if "hidden_states" in kwargs:

@@ -12,6 +12,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from reflux.kernels.dual_scale_quant import largest_code
+
 KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Positions of the table's rows: dense where scales change, each later interval twice the one before."""
 
@@ -50,6 +52,16 @@ class PositionTable(nn.Module):
     def scales(self) -> torch.Tensor:
         """[S, P, 2] the table as it is deployed."""
         return torch.stack([self.log_main_SP.detach().exp(), self.outlier_SP], dim=-1)
+
+    def for_bits(self, bits: dict[str, int], chosen_for: int) -> PositionTable:
+        """The table for sites of these bits, from scales that were chosen for `chosen_for` of them: at each site the
+        main grid ends where it did. A site without bits keeps its scales.
+        """
+        top = largest_code(chosen_for)
+        factors = [top / largest_code(bits[site]) if site in bits else 1.0 for site in self.sites]
+        if set(factors) == {1.0}:
+            return self
+        return PositionTable(self.sites, self.scales() * torch.tensor(factors)[:, None, None], self.knots)
 
     def main_scales(self, position_BT: torch.Tensor) -> torch.Tensor:
         """[S, B, T] main scale of every site at each position; beyond the last knot its value holds."""

@@ -1,4 +1,4 @@
-"""Fake quantisation of weights and activations, and what a quantised value costs in bits.
+"""Fake quantisation of weights and activations.
 
 Weights: symmetric, per group of consecutive input channels, rounded to nearest, scale in float16 as it is stored; where
 the grid ends can be learned per group.
@@ -15,14 +15,13 @@ import torch
 
 from reflux.kernels.dual_scale_quant import dual_scale_quant, largest_code
 
-SCALE_BITS = 16  # scales are stored as float16
 SMALLEST_SCALE = 2.0**-14  # the smallest normal float16: a group of zeros keeps a usable scale
 
 
-def check_group_size(group_size: int, columns: int) -> None:
-    """ValueError if groups of that size do not fill the `columns` input channels of a layer."""
+def check_group_size(group_size: int, columns: int, layer: str = "every layer") -> None:
+    """ValueError if groups of that size do not fill the `columns` input channels of the layer."""
     if columns % group_size:
-        raise ValueError(f"group_size {group_size}: must divide the {columns} input channels of every layer")
+        raise ValueError(f"group_size {group_size}: must divide the {columns} input channels of {layer}")
 
 
 def weight_codes(
@@ -105,16 +104,3 @@ def dual(x: torch.Tensor, main_scale: torch.Tensor | None, bits: int) -> torch.T
 
 
 QUANTIZERS = {"plain": plain, "dual": dual}
-FLAG_BITS = {"plain": 0, "dual": 1}  # which grid a value is on
-
-
-def effective_weight_bits(bits: int, group_size: int) -> float:
-    """Bits per weight with its share of the group's scale."""
-    return bits + SCALE_BITS / group_size
-
-
-def effective_activation_bits(activation: str, bits: int, channels: int) -> float:
-    """Bits per value of a token of `channels` values: code, flag and the token's dynamic scale (the main scale is a
-    table, shared).
-    """
-    return bits + FLAG_BITS[activation] + SCALE_BITS / channels

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme
+from typing import Any
+
+from reflux.components.algorithms.effective_bits import UNQUANTISED, cost_of_activations, cost_of_weights
+from reflux.components.algorithms.layer_bits import FULL_PRECISION
+from reflux.components.algorithms.low_bit import Scheme
 
 CARD = """---
 library_name: transformers
@@ -17,6 +21,7 @@ A low-bit student, distilled on its own rollouts by reflux and exported with the
 |---|---|
 | weights | {weights} |
 | activations | {activations} |
+| layers of other bits | {exceptions} |
 | embedding, norms, lm_head | full precision, unchanged |
 | parents | {parents} |
 
@@ -48,24 +53,23 @@ calibrate.py's outlier share first.
 """
 
 
-def model_card(name: str, scheme: Scheme, channels: int, parents: dict[str, str]) -> str:
-    """Markdown; `channels` is the width at which activation bits are counted, `parents` are digests by name."""
+def model_card(name: str, model: Any, scheme: Scheme, parents: dict[str, str]) -> str:
+    """Markdown; `model` is the student, whose layers are counted, `parents` are digests by name."""
     weights, activations = "full precision", "full precision"
-    if scheme.weight_bits < FULL_PRECISION:
+    of_weights, of_activations = cost_of_weights(model, scheme), cost_of_activations(model, scheme)
+    if of_weights != UNQUANTISED:
         weights = (
             f"{scheme.weight_bits} bits, symmetric, groups of {scheme.group_size}: "
-            f"{scheme.effective_bits():.2f} effective bits with scales"
+            f"effective bits per weight {of_weights}"
         )
-    if scheme.quantizes_activations:
-        activations = (
-            f"{scheme.activation_bits} bits, {scheme.activation}: {scheme.effective_bits_activation(channels):.2f} "
-            "effective bits with flags and scales"
-        )
+    if of_activations != UNQUANTISED:
+        activations = f"{scheme.activation_bits} bits, {scheme.activation}: effective bits per value {of_activations}"
     return CARD.format(
         name=name,
         scheme_name=f"W{scheme.weight_bits}A{scheme.activation_bits}",
         weight_only=f"W{scheme.weight_bits}A{FULL_PRECISION}",
         weights=weights,
         activations=activations,
+        exceptions=", ".join(f"`{exception}`" for exception in scheme.exceptions) or "none",
         parents=", ".join(f"{parent} `{digest}`" for parent, digest in sorted(parents.items())),
     )

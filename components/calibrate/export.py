@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 import reflux.components
 import reflux.kernels
 from reflux.components import policy_table
-from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme
-from reflux.components.bundle import compressed_tensors_config, deployed_state, quant_config
+from reflux.components.algorithms.low_bit import Scheme
+from reflux.components.bundle import compressed_tensors_config, deployed_state, quant_config, quantized_bits
 from reflux.components.bundle_digests import digests
 
 RUNTIME = (
@@ -26,6 +26,7 @@ RUNTIME = (
     "components/transformers_bundle.py",
     "components/algorithms/__init__.py",
     "components/algorithms/cpu_kernels.py",
+    "components/algorithms/layer_bits.py",
     "components/algorithms/low_bit.py",
     "components/algorithms/policies.py",
     "components/algorithms/quantizers.py",
@@ -52,9 +53,9 @@ def write_bundle(
 ) -> None:
     """Fill `folder` with a bundle of `student` (the trained forward, with master weights)."""
     student.config.save_pretrained(folder)
-    if scheme.weight_bits < FULL_PRECISION:
+    if quantized_bits(student, scheme):
         config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"] = compressed_tensors_config(scheme)
+        config["quantization_config"] = compressed_tensors_config(student, scheme)
         (folder / "config.json").write_text(_json(config))
     # not save_pretrained, which refuses what some published models have: a temperature beside do_sample false
     (folder / "generation_config.json").write_text(student.generation_config.to_json_string() + "\n")

@@ -12,16 +12,17 @@ import torch
 from safetensors import safe_open
 
 from reflux.components import models, policy_table, progress
+from reflux.components.algorithms.layer_bits import FULL_PRECISION
 from reflux.components.algorithms.low_bit import (
-    FULL_PRECISION,
     Scheme,
     apply_scheme,
+    bits_of_sites,
     decoder_layers,
     frozen_weights,
     watching_sites,
 )
 from reflux.components.artifacts import Artifact, Writer
-from reflux.components.bundle import load_bundle, quantized_linears
+from reflux.components.bundle import load_bundle, quantized_bits
 from reflux.components.sequences import padded
 
 from .card import model_card
@@ -36,15 +37,13 @@ def run(
     base_path = bundle.source("student_uri")
     tokenizer = models.load_tokenizer(base_path)
     sequences = _check_sequences(traces, config.check_traces)
-    scheme = Scheme(**json.loads(student.file("scheme.json")))
+    scheme = Scheme.from_json(json.loads(student.file("scheme.json")))
     with tempfile.TemporaryDirectory() as scratch:
         model = _trained(student, base_path, scheme, Path(scratch))
         folder = Path(scratch) / "bundle"
         folder.mkdir()
         with frozen_weights(model):
-            thresholds = (
-                _outlier_thresholds(model, sequences, config.outlier_quantile) if scheme.quantizes_activations else {}
-            )
+            thresholds = _outlier_thresholds(model, scheme, sequences, config.outlier_quantile)
             trained_logprobs = _logprobs(model, sequences, "trained forward")
         parents = {"student": student.digest, "profile": profile.digest, "traces": traces.digest}
         write_bundle(
@@ -54,7 +53,7 @@ def run(
             scheme,
             thresholds=thresholds,
             fallback_share=config.fallback_outlier_share,
-            card=model_card(base_path.stem, scheme, model.config.hidden_size, parents),
+            card=model_card(base_path.stem, model, scheme, parents),
         )
         exported = load_bundle(folder)
         _require_equal_weights(model, exported, scheme)
@@ -112,12 +111,16 @@ def _logprobs(model: Any, sequences: list[list[int]], phase: str) -> list[torch.
 
 
 @torch.no_grad()
-def _outlier_thresholds(model: Any, sequences: list[list[int]], quantile: float) -> dict[str, float]:
-    """Site -> quantile over tokens of the largest |x| that enters it."""
+def _outlier_thresholds(model: Any, scheme: Scheme, sequences: list[list[int]], quantile: float) -> dict[str, float]:
+    """Site that rounds -> quantile over tokens of the largest |x| that enters it."""
+    rounding = {site for site, bits in bits_of_sites(model, scheme).items() if bits < FULL_PRECISION}
+    if not rounding:
+        return {}
     largest: dict[str, list[torch.Tensor]] = defaultdict(list)
 
     def see(site: str, x_BTD: torch.Tensor) -> None:
-        largest[site].append(x_BTD.abs().amax(-1).flatten())
+        if site in rounding:
+            largest[site].append(x_BTD.abs().amax(-1).flatten())
 
     with watching_sites(model, see):
         for done, ids in enumerate(sequences):
@@ -129,9 +132,7 @@ def _outlier_thresholds(model: Any, sequences: list[list[int]], quantile: float)
 
 def _require_equal_weights(trained: Any, exported: Any, scheme: Scheme) -> None:
     """Every decoder linear of the bundle equals the trained forward's rounded weight, to the last bit."""
-    if scheme.weight_bits == FULL_PRECISION:
-        return
     assert len(decoder_layers(trained)) == len(decoder_layers(exported))
-    for name in quantized_linears(trained):
+    for name in quantized_bits(trained, scheme):
         if not torch.equal(trained.get_submodule(name).rounded(), exported.get_submodule(name).weight):
             raise ValueError(f"calibrate: the exported weight of {name} is not the one that was trained")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from reflux.components.algorithms.layer_bits import FULL_PRECISION, concern_sites
 from reflux.components.declare import check_choices, choice, setting, source
 
 from .terms import OBJECTIVES, ROLLOUTS, TRACES, Term, parse, require_place
 
-STAGE_VERSION = "4"
+STAGE_VERSION = "5"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,11 @@ class DistillConfig:
     """Bits of the activations that enter those layers, 2 to 8; 16 leaves them alone."""
     activation: str = choice("dual", ("dual", "plain"))
     """plain: one scale per token; dual: a main scale from the position table and an outlier scale from the token."""
+
+    exceptions: list[str] = field(default_factory=list)
+    """Layers of other bits, PATTERN=BITS: down_proj=8 for weights, down_in=8 for what enters (the sites attn_in, o_in,
+    mlp_in, down_in), layers.0.*=8 for both in a layer. The last one that fits counts.
+    """
 
     warmup_steps: int = 100
     """Steps in which only the position table moves."""
@@ -238,6 +244,10 @@ def _check_quantiser(config: DistillConfig) -> None:
     for name in ("weight_bits", "activation_bits"):
         if (value := getattr(config, name)) not in (*range(2, 9), 16):
             raise ValueError(f"distill.{name} {value}: allowed are 2 to 8, or 16 for not quantised")
+    try:
+        rounds_sites = min([config.activation_bits, *concern_sites(config.exceptions)]) < FULL_PRECISION
+    except ValueError as error:
+        raise ValueError(f"distill.{error}") from None
     if config.lora_rank and config.weight_bits == 16:
         raise ValueError(
             f"distill.lora_rank {config.lora_rank}: adapters are merged into the weights before these are rounded, and "
@@ -247,10 +257,10 @@ def _check_quantiser(config: DistillConfig) -> None:
         raise ValueError(
             f"distill.lora_targets {config.lora_targets}: adapters need a lora_rank above 0; at 0 weights are trained"
         )
-    if config.rollout_engine == "vllm" and config.activation_bits < 16:
+    if config.rollout_engine == "vllm" and rounds_sites:
         raise ValueError(
             f"distill.rollout_engine 'vllm': vLLM does not round activations, and activation_bits is "
-            f"{config.activation_bits}; take 'local', or 16 bits"
+            f"{config.activation_bits} with exceptions {config.exceptions}; take 'local', or 16 bits"
         )
 
 

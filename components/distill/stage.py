@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ import pyarrow as pa
 from safetensors.torch import save_file
 
 from reflux.components import models, policy_table, processes, progress, schemas
+from reflux.components.algorithms.low_bit import Scheme, profiled_table
+from reflux.components.algorithms.policies import PositionTable
 from reflux.components.algorithms.schedules import Phase, capped, phase_at
 from reflux.components.artifacts import Artifact, Writer
 
@@ -47,7 +48,7 @@ def run(
         print(remark, flush=True)
     examples, validation = _split(training_examples(traces, config.max_sequence_tokens), config.validation_traces)
 
-    policy = policy_table.decode(profile.file("policy_table.bin")) if scheme_of(config).needs_policy else None
+    policy = _profiled(profile, scheme_of(config)) if scheme_of(config).needs_policy else None
     device = device_of(config)
     model = make_student(config, models.load_model(student_path), policy).to(device)
     teacher = models.load_model(student.source("teacher")).to(device)
@@ -82,6 +83,11 @@ def run(
                 _write(student, trainer, watched, Path(scratch))
     progress.publish(trainer.history[watched.published :])
     return metrics | {name: value for name, value in trainer.history[-1].values.items() if not name.endswith("_lr")}
+
+
+def _profiled(profile: Artifact, scheme: Scheme) -> PositionTable:
+    table = policy_table.decode(profile.file("policy_table.bin"))
+    return profiled_table(table, scheme, int(profile.config["activation_bits"]))
 
 
 def steps_of(config: DistillConfig, *, has_policy: bool) -> list[Phase]:
@@ -183,7 +189,7 @@ def make_trainer(
 
 
 def _write(student: Writer, trainer: Trainer, watched: Watched, folder: Path) -> None:
-    student.write_file("scheme.json", json.dumps(asdict(scheme_of(trainer.config)), sort_keys=True).encode())
+    student.write_file("scheme.json", json.dumps(scheme_of(trainer.config).as_json(), sort_keys=True).encode())
     file = folder / "latent.safetensors"
     weights = {name: value.contiguous() for name, value in latent_weights(trainer.student).items()}
     save_file(weights, file, metadata=LATENT)

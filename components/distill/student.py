@@ -30,6 +30,7 @@ def scheme_of(config: DistillConfig) -> Scheme:
         group_size=config.group_size,
         activation_bits=config.activation_bits,
         activation=config.activation,
+        exceptions=tuple(config.exceptions),
     )
 
 

@@ -59,7 +59,7 @@ def candidates(
         )
 
     full = Candidate(name="fp32", role="full", scheme=UNQUANTISED, load=partial(load_model, student))
-    baselines = [baseline("weights_only", replace(scheme, activation_bits=FULL_PRECISION))]
+    baselines = [baseline("weights_only", scheme.weights_only())]
     if scheme.quantizes_activations:
         baselines.append(baseline("plain", replace(scheme, activation="plain")))
     others = [] if teacher is None else [teacher]
@@ -87,7 +87,7 @@ def given(path: Path, base: Path) -> list[Candidate]:
         return [full, Candidate(name="given", role="given", scheme=stored_scheme(path), load=partial(load_model, path))]
     scheme = read_scheme(path)
     bits = f"w{scheme.weight_bits}a{scheme.activation_bits}"
-    weights_only = replace(scheme, activation_bits=FULL_PRECISION)
+    weights_only = scheme.weights_only()
     rows = [full]
     if weights_only not in (scheme, UNQUANTISED):
         load = lambda: apply_scheme(load_model(base), weights_only)  # noqa: E731

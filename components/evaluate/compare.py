@@ -6,12 +6,13 @@ import gc
 from typing import Any
 
 from reflux.components import progress
+from reflux.components.algorithms.effective_bits import cost_of_activations, cost_of_weights
 from reflux.components.algorithms.low_bit import frozen_weights
 from reflux.components.algorithms.output_head import output_head
 
 from .candidates import Candidate
 from .config import EvaluateConfig
-from .footprint import activation_bits, deployed_bytes, held_bytes
+from .footprint import deployed_bytes, held_bytes
 from .heldout import Batch, Trace, batches
 from .measure import Decisions, decisions, decode_times_ms, generate, layer_errors, pad_token, text_nats, trace_scores
 from .row import Row
@@ -68,7 +69,7 @@ def _row(
         decode_ms=decode_times_ms(model, tokenizer, heldout[0].prompt_token_ids, config.latency_tokens),
         latency_of=candidate.latency_of,
         memory_bytes=held_bytes(model) if candidate.on_kernels else deployed_bytes(model, candidate.scheme),
-        effective_bits=candidate.scheme.effective_bits(),
-        effective_bits_activation=activation_bits(model, candidate.scheme),
+        effective_bits=cost_of_weights(model, candidate.scheme).total,
+        effective_bits_activation=cost_of_activations(model, candidate.scheme).total,
         quantizer_digest=candidate.scheme.digest(),
     )

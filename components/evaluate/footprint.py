@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from reflux.components.algorithms.cpu_kernels import Int4Linear, IntegerLinear
-from reflux.components.algorithms.low_bit import FULL_PRECISION, SITES, LowBitLinear, Scheme, decoder_layers
-from reflux.components.bundle import held_elsewhere, quantized_linears
+from reflux.components.algorithms.effective_bits import weight_cost
+from reflux.components.algorithms.low_bit import Scheme
+from reflux.components.bundle import held_elsewhere, quantized_bits
 
 TABLE_VALUE_BYTES = 4
 """The policy table is float32."""
@@ -19,10 +17,10 @@ def deployed_bytes(model: Any, scheme: Scheme) -> int:
 
     A tied embedding counts once.
     """
-    quantised = scheme.weight_bits < FULL_PRECISION
-    low_bit = {f"{name}.weight" for name in quantized_linears(model)} if quantised else set()
+    of_linear = {f"{name}.weight": bits for name, bits in quantized_bits(model, scheme).items()}
+    cost = {name: weight_cost(bits, scheme.group_size).total for name, bits in of_linear.items()}
     bits = sum(
-        p.numel() * (scheme.effective_bits() if name in low_bit else 8 * p.element_size())
+        p.numel() * cost.get(name, 8 * p.element_size())
         for name, p in model.named_parameters()  # without repeats
         if not held_elsewhere(name)
     )
@@ -36,17 +34,3 @@ def held_bytes(model: Any) -> int:
     """
     held = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     return sum(t.numel() * t.element_size() for t in held.values())
-
-
-def activation_bits(model: Any, scheme: Scheme) -> float:
-    """Effective bits per quantised activation, mean over the values of all sites."""
-    layer = decoder_layers(model)[0]
-    widths = [_input_width(layer.get_submodule(path)) for path in SITES.values()]
-    return sum(width * scheme.effective_bits_activation(width) for width in widths) / sum(widths)
-
-
-def _input_width(module: Any) -> int:
-    """Channels that the first linear of a block, or a linear itself, receives."""
-    linears = (m for m in module.modules() if isinstance(m, nn.Linear | LowBitLinear | IntegerLinear | Int4Linear))
-    linear = next(linears)
-    return linear.weight.shape[1] if isinstance(linear, LowBitLinear) else linear.in_features

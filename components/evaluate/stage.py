@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from reflux.components import policy_table
+from reflux.components.algorithms.low_bit import profiled_table
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundle import read_scheme
 from reflux.components.models import context_length, load_tokenizer, require_same_tokenizer
@@ -46,12 +47,13 @@ def run(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         bundle.download_all("", folder)
+        scheme, profiled = read_scheme(folder), policy_table.decode(profile.file("policy_table.bin"))
         compared = candidates(
             teacher=None if sources["teacher"] == sources["student_uri"] else teacher_path,
             student=base_path,
             bundle=folder,
-            scheme=read_scheme(folder),
-            policy=policy_table.decode(profile.file("policy_table.bin")),
+            scheme=scheme,
+            policy=profiled_table(profiled, scheme, int(profile.config["activation_bits"])),
         )
         if config.low_bit_kernels:
             compared.append(on_kernels(folder))

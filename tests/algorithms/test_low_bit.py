@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,8 @@ from reflux.components.algorithms.low_bit import (
     LowBitLinear,
     Scheme,
     apply_scheme,
+    bits_of_sites,
+    bits_of_weights,
     decoder_layers,
     frozen_weights,
     full_precision_activations,
@@ -69,7 +73,45 @@ def rounding_inputs(model: Any, rounding: Any) -> Iterator[None]:
 def test_digest_tells_schemes_apart_and_nothing_else():
     assert Scheme().digest() == Scheme(weight_bits=4, group_size=64, activation_bits=4, activation="dual").digest()
     different = [Scheme(), Scheme(weight_bits=3), Scheme(group_size=32), Scheme(activation_bits=8)]
-    assert len({scheme.digest() for scheme in [*different, Scheme(activation="plain")]}) == 5
+    different += [Scheme(activation="plain"), Scheme(exceptions=("down_in=8",)), Scheme(exceptions=("down_proj=8",))]
+    assert len({scheme.digest() for scheme in different}) == 7
+    assert all(Scheme.from_json(json.loads(json.dumps(scheme.as_json()))) == scheme for scheme in different)
+
+
+def test_a_scheme_without_exceptions_has_the_digest_that_it_had_before_there_were_any():
+    fields = '{"activation": "dual", "activation_bits": 4, "group_size": 64, "weight_bits": 4}'
+    assert Scheme().digest() == hashlib.sha256(fields.encode()).hexdigest()
+
+
+def test_weights_alone_is_a_scheme_without_rounded_activations(model: Any):
+    mixed = Scheme(exceptions=("down_*=8", "layers.0.*=3")).weights_only()
+    assert set(bits_of_sites(model, mixed).values()) == {16}
+    assert sorted(set(bits_of_weights(model, mixed).values())) == [3, 4, 8]
+    assert Scheme().weights_only() == Scheme(activation_bits=16)
+
+
+@torch.no_grad()
+def test_exceptions_change_the_layers_and_sites_that_they_name_alone(model: Any, tiny_model: Path):
+    by_hand = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    for name, module in by_hand.model.layers.named_modules():
+        if isinstance(module, nn.Linear) and name != "1.mlp.up_proj":
+            module.weight.copy_(weight_values(*weight_codes(module.weight, 8 if "down" in name else 4, 32)))
+
+    def rounding(site: str, x_BTD: torch.Tensor) -> torch.Tensor:
+        return x_BTD if site == "layers.0.o_in" else plain(x_BTD, None, 8 if site.endswith("down_in") else 4)
+
+    with rounding_inputs(by_hand, rounding):
+        expected = by_hand(**batch()).logits
+    exceptions = ("down_proj=8", "down_in=8", "layers.0.o_in=16", "layers.1.mlp.up_proj=16")
+    apply_scheme(model, Scheme(group_size=32, activation="plain", exceptions=exceptions))
+    assert torch.equal(model(**batch()).logits, expected)
+
+
+def test_an_exception_for_no_layer_is_refused_before_anything_changes(model: Any):
+    linears = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match="exceptions 'down=8': fits no layer"):
+        apply_scheme(model, Scheme(activation_bits=16, exceptions=("down=8",)))
+    assert [type(m) for m in model.modules()] == linears
 
 
 @pytest.mark.parametrize(
@@ -79,14 +121,6 @@ def test_digest_tells_schemes_apart_and_nothing_else():
 def test_an_impossible_scheme_is_refused_by_name(field: str, value: object):
     with pytest.raises(ValueError, match=f"{field} {value!r}"):
         Scheme(**{field: value})
-
-
-def test_bits_of_a_scheme():
-    assert Scheme().effective_bits() == 4.25
-    assert Scheme(weight_bits=16).effective_bits() == 32.0
-    assert Scheme().effective_bits_activation(64) == 5.25
-    assert Scheme(activation="plain").effective_bits_activation(64) == 4.25
-    assert Scheme(activation_bits=16).effective_bits_activation(64) == 32.0
 
 
 @torch.no_grad()

@@ -105,3 +105,11 @@ def test_nearest_knot_by_brute_force():
     positions = torch.arange(3000)
     for position, index in zip(positions.tolist(), nearest_knot(positions).tolist(), strict=True):
         assert abs(KNOTS[index] - position) == min(abs(knot - position) for knot in KNOTS)
+
+
+def test_a_main_grid_ends_where_it_did_at_other_bits() -> None:
+    table = PositionTable(["a", "b", "c"], torch.arange(1.0, 13.0).reshape(3, 2, 2), (0, 1))
+    other = table.for_bits({"a": 4, "b": 8}, chosen_for=4)
+    assert torch.equal(other.scales()[[0, 2]], table.scales()[[0, 2]])
+    torch.testing.assert_close(other.scales()[1] * 127, table.scales()[1] * 7)
+    assert table.for_bits({"a": 4, "b": 4, "c": 4}, chosen_for=4) is table

@@ -9,8 +9,6 @@ from reflux.components.algorithms.quantizers import (
     QUANTIZERS,
     SMALLEST_SCALE,
     dual,
-    effective_activation_bits,
-    effective_weight_bits,
     fake_quantize_weight,
     plain,
     weight_codes,
@@ -193,9 +191,3 @@ def test_rounding_does_not_depend_on_the_unit_of_the_activations(name: str, fact
 def test_dual_takes_the_scale_of_the_policy():
     x_ND = torch.tensor([[0.1, -0.2, 5.0]])
     torch.testing.assert_close(dual(x_ND, torch.tensor([[0.1]]), 4), torch.tensor([[0.1, -0.2, 5.0]]))
-
-
-def test_bits_are_counted_with_scales_and_flags():
-    assert effective_weight_bits(4, 64) == 4.25
-    assert effective_activation_bits("plain", 4, 576) == pytest.approx(4 + 16 / 576)
-    assert effective_activation_bits("dual", 4, 576) == pytest.approx(4 + 1 + 16 / 576)

@@ -364,13 +364,17 @@ def test_a_prompt_with_too_many_outliers_takes_the_other_path(bundle: Path) -> N
     assert server.answered == {"low_bit": 1, "w4a16": 1}
 
 
-def test_the_card_says_what_the_scheme_costs() -> None:
-    card = model_card("tiny", Scheme(), 64, {"student": "sha256:ab"})
+def test_the_card_says_what_the_scheme_costs(tiny_model: Path) -> None:
+    model = models.load_model(tiny_model)
+    card = model_card("tiny", model, Scheme(), {"student": "sha256:ab"})
     assert "# tiny, W4A4" in card
-    assert "4 bits, symmetric, groups of 64: 4.25 effective bits with scales" in card
-    assert "4 bits, dual: 5.25 effective bits with flags and scales" in card
+    assert "4 bits, symmetric, groups of 64: effective bits per weight 4.25 (code 4.00, scale 0.25)" in card
+    assert "4 bits, dual: effective bits per value 5.20 (code 4.00, flag 1.00, scale 0.20)" in card
+    assert "| layers of other bits | none |" in card
     assert "student `sha256:ab`" in card
-    unquantised = model_card("tiny", Scheme(weight_bits=16, activation_bits=16), 64, {})
+    mixed = model_card("tiny", model, Scheme(exceptions=("down_in=8",)), {})
+    assert "| layers of other bits | `down_in=8` |" in mixed
+    unquantised = model_card("tiny", model, Scheme(weight_bits=16, activation_bits=16), {})
     assert "| weights | full precision |\n| activations | full precision |" in unquantised
 
 

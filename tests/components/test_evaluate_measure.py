@@ -11,7 +11,7 @@ import torch
 from reflux.components.algorithms.low_bit import SITES, Scheme, apply_scheme, frozen_weights, site_modules
 from reflux.components.algorithms.output_head import output_head
 from reflux.components.algorithms.policies import KNOTS, PositionTable
-from reflux.components.evaluate.footprint import activation_bits, deployed_bytes
+from reflux.components.evaluate.footprint import deployed_bytes
 from reflux.components.evaluate.heldout import Trace, batches
 from reflux.components.evaluate.measure import (
     decisions,
@@ -135,13 +135,6 @@ def test_memory_counts_codes_scales_table_and_a_tied_embedding_once(tiny_model: 
     table = 2 * len(SITES) * len(KNOTS) * 2 * 4
     codes_and_scales = linear * 4 // 8 + linear // 16 * 2
     assert deployed_bytes(low_bit(tiny_model), DUAL) == codes_and_scales + other * 4 + table
-
-
-def test_activation_bits_are_the_mean_over_the_values_of_all_sites(tiny_model: Path):
-    # three sites of 64 channels and one of 128; each token pays a flag per value and one 16-bit scale per site
-    expected = (3 * (64 * 5 + 16) + 128 * 5 + 16) / (3 * 64 + 128)
-    assert activation_bits(low_bit(tiny_model), DUAL) == pytest.approx(expected)
-    assert activation_bits(load_model(tiny_model), Scheme(weight_bits=16, activation_bits=16)) == 32
 
 
 def test_text_windows_cover_the_text_evenly_without_overlap(tiny_model: Path, tmp_path: Path):

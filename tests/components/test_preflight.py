@@ -85,7 +85,7 @@ def test_more_memory_than_there_is_in_seconds(configs: dict[str, Any], store: St
 
 
 def test_groups_that_do_not_fill_the_layers(configs: dict[str, Any], store: Store) -> None:
-    with pytest.raises(ValueError, match=r"distill.group_size 48: must divide the student's 64 channels"):
+    with pytest.raises(ValueError, match=r"distill.group_size 48: must divide the 64 input channels of layers"):
         preflight.check(changed(configs, "distill", group_size=48), store)
 
 

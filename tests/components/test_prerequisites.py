@@ -66,7 +66,7 @@ def test_the_form_goes_over_the_recipe_and_the_overrides_over_the_form(given: di
     [
         ({"overrides": {"distill": {"max_steps": 10.5}}}, "distill.max_steps: 10.5 is not a whole number"),
         ({"overrides": {"distil": {"max_steps": 2}}}, "distil: no such stage or source; did you mean distill?"),
-        ({"overrides": {"distill": {"group_size": 48}}}, "distill.group_size 48: must divide the student's"),
+        ({"overrides": {"distill": {"group_size": 48}}}, "distill.group_size 48: must divide the 64 input"),
         ({"overrides": {"student": "x"}}, "overrides.student: is a parameter of the run itself"),
         ({"overrides": {"distill": 2.0}}, "distill: a table of fields is expected, not 2.0"),
         ({"overrides": {"kubernetes": {}}}, "overrides.kubernetes: is fixed when a pipeline is compiled"),

@@ -21,6 +21,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "w4a8_plain": {"activation_bits": 8, "activation": "plain"},
     "w8a8_dual": {"weight_bits": 8, "activation_bits": 8},
     "w4a16": {"activation_bits": 16},
+    "mixed": {"exceptions": ("down_*=8", "layers.0.mlp_in=16", "v_proj=3")},
 }
 
 
@@ -49,7 +50,7 @@ def test_from_pretrained_gives_the_bundles_forward(bundles: dict[str, Path], sch
     assert torch.equal(logprobs(model), logprobs(load_bundle(bundles[scheme])))
 
 
-@pytest.mark.parametrize("scheme", ["w4a4_dual", "w4a8_plain", "w8a8_dual"])
+@pytest.mark.parametrize("scheme", ["w4a4_dual", "w4a8_plain", "w8a8_dual", "mixed"])
 def test_the_deployed_forward_is_the_imitated_one_in_integers(bundles: dict[str, Path], scheme: str) -> None:
     deployed, imitated = from_pretrained(bundles[scheme], "deployed"), load_bundle(bundles[scheme])
     assert sum(isinstance(m, IntegerLinear) for m in deployed.modules()) == 2 * 7
@@ -97,4 +98,14 @@ def test_full_precision_weights_have_nothing_to_deploy(tiny_model: Path, tmp_pat
     folder = write_tiny_bundle(tmp_path / "bundle", tiny_model, weight_bits=16, activation="plain")
     assert logprobs(from_pretrained(folder, "simulated")).isfinite().all()
     with pytest.raises(ValueError, match="its weights are in full precision"):
+        from_pretrained(folder, "deployed")
+
+
+def test_a_full_precision_weight_behind_rounded_activations_has_no_integer_product(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    options = {"exceptions": ("o_proj=16", "layers.0.o_in=16")}
+    folder = write_tiny_bundle(tmp_path / "bundle", tiny_model, **options)
+    assert torch.equal(logprobs(from_pretrained(folder, "simulated")), logprobs(load_bundle(folder)))
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.o_proj has its weight in full precision"):
         from_pretrained(folder, "deployed")
