@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ def weights_only(bundle: Path, folder: Path) -> Path:
     for file in bundle.iterdir():
         if file.name != "quant_config.json":
             (folder / file.name).symlink_to(file.absolute())
-    scheme = read_scheme(bundle).weights_only()
+    scheme = replace(read_scheme(bundle), activation_bits=16)
     config = json.loads((bundle / "quant_config.json").read_text())
-    config |= {"scheme": scheme.as_json(), "scheme_sha256": scheme.digest(), "activations": {}}
+    config |= {"scheme": asdict(scheme), "scheme_sha256": scheme.digest(), "activations": {}}
     (folder / "quant_config.json").write_text(json.dumps(config))
     return folder
 
