@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from reflux.components.algorithms.layer_bits import FULL_PRECISION, concern_sites
 from reflux.components.declare import check_choices, choice, setting, source
 
 from .terms import OBJECTIVES, ROLLOUTS, TRACES, Term, parse, require_place
@@ -244,10 +243,6 @@ def _check_quantiser(config: DistillConfig) -> None:
     for name in ("weight_bits", "activation_bits"):
         if (value := getattr(config, name)) not in (*range(2, 9), 16):
             raise ValueError(f"distill.{name} {value}: allowed are 2 to 8, or 16 for not quantised")
-    try:
-        rounds_sites = min([config.activation_bits, *concern_sites(config.exceptions)]) < FULL_PRECISION
-    except ValueError as error:
-        raise ValueError(f"distill.{error}") from None
     if config.lora_rank and config.weight_bits == 16:
         raise ValueError(
             f"distill.lora_rank {config.lora_rank}: adapters are merged into the weights before these are rounded, and "
@@ -257,10 +252,10 @@ def _check_quantiser(config: DistillConfig) -> None:
         raise ValueError(
             f"distill.lora_targets {config.lora_targets}: adapters need a lora_rank above 0; at 0 weights are trained"
         )
-    if config.rollout_engine == "vllm" and rounds_sites:
+    if config.rollout_engine == "vllm" and config.activation_bits < 16:
         raise ValueError(
             f"distill.rollout_engine 'vllm': vLLM does not round activations, and activation_bits is "
-            f"{config.activation_bits} with exceptions {config.exceptions}; take 'local', or 16 bits"
+            f"{config.activation_bits}; take 'local', or 16 bits"
         )
 
 

@@ -24,14 +24,19 @@ def device_of(config: DistillConfig) -> torch.device:
 
 
 def scheme_of(config: DistillConfig) -> Scheme:
-    """The quantiser that the configuration describes."""
-    return Scheme(
+    """The quantiser that the configuration describes. ValueError for exceptions that are none, or that the engine of
+    the rollouts cannot take.
+    """
+    scheme = Scheme(
         weight_bits=config.weight_bits,
         group_size=config.group_size,
         activation_bits=config.activation_bits,
         activation=config.activation,
         exceptions=tuple(config.exceptions),
     )
+    if config.rollout_engine == "vllm" and scheme.quantizes_activations:
+        raise ValueError(f"exceptions {config.exceptions}: vLLM, the rollout_engine, does not round activations")
+    return scheme
 
 
 def make_student(config: DistillConfig, model: Any, policy: PositionTable | None) -> Any:

@@ -89,6 +89,25 @@ def test_groups_that_do_not_fill_the_layers(configs: dict[str, Any], store: Stor
         preflight.check(changed(configs, "distill", group_size=48), store)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exceptions": ["down_in"]}, r"distill\.exceptions 'down_in': must be PATTERN=BITS"),
+        ({"exceptions": ["down_proj=9"]}, r"distill\.exceptions 'down_proj=9': allowed are 2 to 8"),
+        ({"exceptions": ["layers.7.*=8"]}, r"distill\.exceptions 'layers.7.\*=8': fits no layer of the model"),
+        (
+            {"exceptions": ["down_in=8"], "activation_bits": 16, "rollout_engine": "vllm"},
+            r"distill\.exceptions \['down_in=8'\]: vLLM, the rollout_engine, does not round activations",
+        ),
+    ],
+)
+def test_exceptions_that_cannot_be(
+    configs: dict[str, Any], store: Store, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        preflight.check(changed(configs, "distill", **options), store)
+
+
 @pytest.mark.parametrize(("field", "value"), [("weight_bits", 99), ("activation_bits", 1), ("activation", "triple")])
 def test_a_quantiser_that_does_not_exist(configs: dict[str, Any], field: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"distill.{field} .*{value}.*: allowed are"):
