@@ -16,7 +16,6 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,9 @@ def weights_only(bundle: Path, folder: Path) -> Path:
     for file in bundle.iterdir():
         if file.name != "quant_config.json":
             (folder / file.name).symlink_to(file.absolute())
-    scheme = replace(read_scheme(bundle), activation_bits=16)
+    scheme = read_scheme(bundle).weights_only()
     config = json.loads((bundle / "quant_config.json").read_text())
-    config |= {"scheme": asdict(scheme), "scheme_sha256": scheme.digest(), "activations": {}}
+    config |= {"scheme": scheme.as_json(), "scheme_sha256": scheme.digest(), "activations": {}}
     (folder / "quant_config.json").write_text(json.dumps(config))
     return folder
 
