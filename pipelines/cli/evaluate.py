@@ -11,7 +11,7 @@ from reflux.pipelines.cli.options import AS_JSON
 
 
 @click.command()
-@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("model", type=click.Path(path_type=Path))
 @click.option(
     "--base", required=True, metavar="MODEL", help="The model in full precision that it was made from: path, hub id, …"
 )
