@@ -5,7 +5,6 @@ RANK=0 WORLD_SIZE=2 … python step_in_processes.py CHAIN_FOLDER OUT     the fir
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,8 +71,6 @@ def measured(chain: tiny_chain.Chain, **options: Any) -> dict[str, Any]:
     return found | {
         "history": [point.values for point in trainer.history],
         "weights": {name: whole(p) for name, p in trainer.trained().items()},
-        "ema": {name: parallel.local(value) for name, value in trainer.ema.average.items()},
-        "waiting": json.dumps(trainer.rollouts.state()["waiting"]),
     }
 
 

@@ -71,5 +71,6 @@ def test_their_steps_are_those_of_one(
     for name in ("loss_nats", "gradient_norm", "scored_tokens", "rollout_tokens", "rollout_budget_exhausted"):
         assert first[name] == pytest.approx(expected[name], rel=1e-3), name
     assert together["history"][1]["scored_tokens"] == one["history"][1]["scored_tokens"]
-    moved = [(together["weights"][name] - value).abs().max().item() for name, value in one["weights"].items()]
-    assert max(moved) < 2 * 2 * 1e-3  # Adam's first steps are as long as the rate, whatever the gradient's size
+    apart = torch.cat([(together["weights"][name] - value).abs().flatten() for name, value in one["weights"].items()])
+    # Adam's first steps are as long as the rate, 1e-3, whatever the gradient's size: where that is nearly 0 they differ
+    assert (apart > 1e-4).float().mean() < 0.01
