@@ -13,6 +13,7 @@ import torch
 from reflux.components import models
 from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme, apply_scheme
 from reflux.components.bundle import load_bundle
+from reflux.components.bundle_digests import digests
 from reflux.components.calibrate.bundle_files import fallback
 from reflux.components.calibrate.export import write_bundle
 
@@ -58,6 +59,8 @@ def test_fallback_ends_an_answer_where_the_base_model_does(tiny_model: Path, tmp
         first = load_bundle(bundle)(ids, position_ids=torch.arange(ids.shape[1])[None]).logits[0, -1].argmax().item()
     path = bundle / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [2, first]}))
+    config = json.loads((bundle / "quant_config.json").read_text()) | {"files": digests(bundle)}
+    (bundle / "quant_config.json").write_text(json.dumps(config))
     after = fallback.Server(bundle).answer("What is 3 and 3?", 8)["text"]
     assert after == tokenizer.decode([first])
     assert len(before) > len(after)
