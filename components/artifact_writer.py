@@ -1,8 +1,8 @@
 """The write side of an artifact: shards first, manifest last, and a killed attempt goes on from what verifies.
 
 Everything lies below objects/<stage>/<key>/: shards under the sha256 of their bytes; attempt.json, which says that
-somebody works on the key, pending/<name>.json, which says that an attempt wrote a shard, checkpoints/ and failures/, all
-removed at commit; manifest.json, created once and never replaced, without which there is no artifact.
+somebody works on the key, pending/<name>.json, which says that an attempt wrote a shard, checkpoints/ and failures/,
+all removed at commit; manifest.json, created once and never replaced, without which there is no artifact.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Checkpoints:
 
     def save(self, step: int, files: Mapping[str, Path]) -> None:
         """Keep `files`, and those of every other process, under names of their own; ValueError if there are none."""
-        if step < 0 or not files and processes.is_first():
+        if step < 0 or (not files and processes.is_first()):
             raise ValueError(
                 f"checkpoint of step {step} with files {sorted(files)}: a step >= 0 and at least one file are needed"
             )
