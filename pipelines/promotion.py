@@ -90,7 +90,7 @@ def promote(asked: Asked, *, data_dir: Path, store: stores.StoreRef | None = Non
 
 
 def roll_back(model: str, reason: str, *, data_dir: Path, store: stores.StoreRef | None = None) -> str:
-    """Make the previous champion the champion again; what was done, in words.
+    """Make the champion before this one the champion again, past all that were rolled back; what was done, in words.
 
     ValueError if there is none, or if another command changed the champion meanwhile.
     """
@@ -99,7 +99,7 @@ def roll_back(model: str, reason: str, *, data_dir: Path, store: stores.StoreRef
     with stores.opened(store or registered_models.store_of(version, data_dir)) as (opened, _):
         records = promotion_ledger.read(opened, model)
         champion = _champion(client, model, records)
-        previous = records[-1].previous if records else registry.aliases(client, model).get(registry.PREVIOUS)
+        previous = _before(records) if records else registry.aliases(client, model).get(registry.PREVIOUS)
         if champion is None or previous is None:
             raise ValueError(f"{model}: there is no previous champion to roll back to")
         record = Record(
@@ -110,6 +110,18 @@ def roll_back(model: str, reason: str, *, data_dir: Path, store: stores.StoreRef
             raise ValueError(f"{model}: another command changed the champion in this moment; look, and ask again")
         _show(client, opened, model)
     return _told(model, record)
+
+
+def _before(records: list[Record]) -> int | None:
+    """The last champion before this one that nobody has rolled back since: a second rollback goes further back."""
+    rolled_back: set[int | None] = set()
+    for record in records:
+        rolled_back.discard(record.champion)
+        if record.why == "rollback":
+            rolled_back.add(record.previous)
+    passed_over = rolled_back | {records[-1].champion}
+    before = [*(record.champion for record in reversed(records)), records[0].previous]
+    return next((version for version in before if version not in passed_over), None)
 
 
 def _champion(client: Any, model: str, records: list[Record]) -> int | None:

@@ -24,7 +24,7 @@ REFUSED = 3  # as `reflux run` reports a failed gate
 )
 @click.option("--force", is_flag=True, help="Promote in spite of objections. Needs --reason.")
 @click.option("--reason", metavar="TEXT", default="", help="Recorded with the promotion.")
-@click.option("--rollback", is_flag=True, help="Make the previous champion the champion again.")
+@click.option("--rollback", is_flag=True, help="Make the champion before this one the champion again.")
 @OTHER_STORE
 @ENDPOINT
 @DATA_DIR

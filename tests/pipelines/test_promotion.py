@@ -108,6 +108,11 @@ def test_back_to_the_previous_champion_and_not_forward_again_by_itself(
     assert promote(tmp_path).exit_code == 0
     assert aliases(client) == {"candidate": 3, "champion": 3, "previous": 1}
 
+    assert "models:/student/1 is the champion: rollback" in promote(tmp_path, "--rollback").output
+    further = promote(tmp_path, "--rollback")
+    assert further.exit_code == 2, "2 and 3 were rolled back, so a second rollback leads to neither"
+    assert "there is no previous champion to roll back to" in further.output
+
 
 def test_numbers_measured_on_something_else_are_not_compared(tmp_path: Path, client: Any, store: Store) -> None:
     register(store, perplexity=40.0)
