@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 JOB = "3f2b8c1e-5a77-4d0e-9b42-0c6d1f7a9e55"
@@ -12,7 +13,9 @@ JOB = "3f2b8c1e-5a77-4d0e-9b42-0c6d1f7a9e55"
 def api_server_creates_the_run(client: Any, *, job: str = JOB, experiment: str = "KFP-Default") -> Any:
     """The parent, before any pod exists."""
     known = client.get_experiment_by_name(experiment)
-    place = known.experiment_id if known else client.create_experiment(experiment)
+    # MLflow takes the working directory otherwise
+    pages = Path(client.tracking_uri.removeprefix("sqlite:///")).with_name("pages").as_uri()
+    place = known.experiment_id if known else client.create_experiment(experiment, artifact_location=pages)
     tags = {
         "kfp.pipeline_run_id": job,
         "kfp.pipeline_run_url": f"https://kubeflow.example/#/runs/details/{job}",
