@@ -73,8 +73,8 @@ def trainer_of(spec: Spec, output: Path, allocations: Allocations) -> Timed:
     tokenizer = AutoTokenizer.from_pretrained(spec.student, padding_side="left", eos_token=spec.eos_token)
     prompts = [[{"role": "user", "content": text}] if spec.chat else text for text in spec.texts]
     options = {
-        "output_dir": str(output), "per_device_train_batch_size": spec.batch, "gradient_accumulation_steps": 1,
-        "max_steps": 10_000, "learning_rate": spec.learning_rate, "lr_scheduler_type": "constant",
+        "output_dir": str(output), "max_steps": 10_000,
+        "learning_rate": spec.learning_rate, "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused", "weight_decay": 0.0, "max_grad_norm": 1.0, "beta": spec.beta,
         "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_completion_length": spec.new_tokens,
         "shuffle_dataset": False, "bf16": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True,

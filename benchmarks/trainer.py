@@ -4,8 +4,8 @@ Both sides train the same decoder layers of SmolLM2-135M-Instruct towards the sa
 noise) in fp32, on the same prompts in the same order, with the same divergence, AdamW and threads; each in a process of
 its own, on the same torch, in turn. `fixed` is 8 prompts of 64 tokens and answers of 192 (an end that is never drawn),
 `real` is our own prompts with the ends that the model writes, 192 tokens at most. Both generate for each step the 8
-answers that it is made of. SIDES are the settings: the fastest of each, and the leanest, which compute layers again in
-the backward pass (TRL's default).
+answers that it is made of. SIDES are the settings, the same on both sides: all answers in one forward, and one answer
+in each with layers computed again in the backward pass, which takes the least memory.
 
 The last line has two ratios, reflux / TRL, the worse of both workloads and of both pairs of settings: completion tokens
 per second of a whole step, and peak memory above parameters, gradients, optimizer state and teacher.
@@ -40,15 +40,18 @@ NEVER_DRAWN = "<jupyter_script>"
 """A token that the model does not write, so that answers have their full length on either side."""
 
 SIDES: dict[str, dict[str, Any]] = {
-    "reflux": {"micro_batch_sequences": 1},
-    "reflux, checkpointing": {"micro_batch_sequences": 1, "activation_checkpointing": True},
-    "TRL": {"gradient_checkpointing": False},
-    "TRL, checkpointing": {},
-}
-"""Name -> settings of that side's own configuration; where nothing is said, its defaults."""
-PAIRS = {"reflux": "TRL", "reflux, checkpointing": "TRL, checkpointing"}
-"""What is compared: the fastest settings of both, and the leanest of both."""
-LEAN = ("reflux, checkpointing", "TRL, checkpointing")
+    "reflux": {"micro_batch_sequences": BATCH, "activation_checkpointing": False},
+    "reflux, lean": {"micro_batch_sequences": 1, "activation_checkpointing": True},
+    "TRL": {
+        "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1, "gradient_checkpointing": False
+    },
+    "TRL, lean": {
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": BATCH, "gradient_checkpointing": True
+    },
+}  # fmt: skip
+"""Name -> settings of that side's own configuration, where the pairs differ."""
+PAIRS = {"reflux": "TRL", "reflux, lean": "TRL, lean"}
+LEAN = ("reflux, lean", "TRL, lean")
 """The pair that is there for its memory: timed once."""
 
 
