@@ -26,7 +26,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from reflux.components import policy_table
-from reflux.components.algorithms.layer_bits import FULL_PRECISION
+from reflux.components.algorithms.layer_bits import FULL_PRECISION, TERNARY, stored_bits
 from reflux.components.algorithms.low_bit import Scheme, apply_scheme, bits_of_sites, bits_of_weights, decoder_layers
 from reflux.components.algorithms.quantizers import weight_codes, weight_values
 from reflux.components.bundle_digests import require_intact
@@ -90,7 +90,7 @@ def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
             continue
         clip_OG = trained[f"{stem}.log_clip_OG"]
         codes_OI, scale_OG = weight_codes(value, linears[stem], scheme.group_size, clip_OG)
-        state[f"{stem}.weight_packed"] = pack(codes_OI, linears[stem])
+        state[f"{stem}.weight_packed"] = pack(codes_OI, stored_bits(linears[stem]))
         state[f"{stem}.weight_scale"] = scale_OG.to(torch.float16)
         state[f"{stem}.weight_shape"] = torch.tensor(value.shape)
     return state
@@ -115,7 +115,7 @@ def compressed_tensors_config(model: Any, scheme: Scheme) -> dict[str, Any]:
     per bit width: the scheme's own is that of every Linear, others name their layers; those in full precision are
     ignored. ValueError if no weight is low-bit.
     """
-    of_linear = quantized_bits(model, scheme)
+    of_linear = {name: stored_bits(bits) for name, bits in quantized_bits(model, scheme).items()}
     if not of_linear:
         raise ValueError("compressed-tensors: no weight of the model is low-bit")
     targets = {scheme.weight_bits: ["Linear"]} if scheme.weight_bits in of_linear.values() else {}
@@ -152,7 +152,8 @@ def quant_config(model: Any, scheme: Scheme, thresholds: dict[str, float], fallb
     """
     weights = {
         name: {
-            "bits": bits,
+            "bits": stored_bits(bits),
+            "codes": "ternary" if bits == TERNARY else "integer",
             "group_size": scheme.group_size,
             "zero_point": 0,
             "scale": f"{name}.weight_scale",

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .layer_bits import FULL_PRECISION, SITES
+from .layer_bits import FULL_PRECISION, SITES, stored_bits
 from .low_bit import Scheme, bits_of_sites, bits_of_weights, decoder_layers
 
 SCALE_BITS = 16
@@ -42,7 +42,7 @@ UNQUANTISED = Bits(code=32)
 
 def weight_cost(bits: int, group_size: int) -> Bits:
     """Of a weight in a group that has one scale."""
-    return UNQUANTISED if bits >= FULL_PRECISION else Bits(code=bits, scale=SCALE_BITS / group_size)
+    return UNQUANTISED if bits >= FULL_PRECISION else Bits(code=stored_bits(bits), scale=SCALE_BITS / group_size)
 
 
 def activation_cost(activation: str, bits: int, channels: int) -> Bits:

@@ -13,6 +13,10 @@ from fnmatch import fnmatchcase
 FULL_PRECISION = 16
 """`bits` from here on mean: not quantised."""
 
+TERNARY = 1
+"""`bits` of weights that are minus one, zero or one scale; in an exception, the word ternary."""
+TERNARY_STORED_BITS = 2
+
 SITES = {"attn_in": "self_attn", "o_in": "self_attn.o_proj", "mlp_in": "mlp", "down_in": "mlp.down_proj"}
 """Where activations are rounded: the name of the site and the module whose input it is."""
 
@@ -20,10 +24,16 @@ SITES = {"attn_in": "self_attn", "o_in": "self_attn.o_proj", "mlp_in": "mlp", "d
 def parsed(exception: str) -> tuple[str, int]:
     """(pattern, bits). ValueError if it is not of the form PATTERN=BITS, or the bits are not allowed."""
     pattern, separator, bits = exception.rpartition("=")
+    if pattern and bits == "ternary":
+        if _names_site(pattern):
+            raise ValueError(f"exceptions {exception!r}: ternary is for weights, and {pattern!r} names activations too")
+        return pattern, TERNARY
     if not separator or not pattern or not bits.isdecimal():
         raise ValueError(f"exceptions {exception!r}: must be PATTERN=BITS, like down_proj=8")
     if int(bits) not in (*range(2, 9), FULL_PRECISION):
-        raise ValueError(f"exceptions {exception!r}: allowed are 2 to 8 bits, or {FULL_PRECISION} for not quantised")
+        raise ValueError(
+            f"exceptions {exception!r}: allowed are 2 to 8, ternary, or {FULL_PRECISION} for not quantised"
+        )
     return pattern, int(bits)
 
 
@@ -47,7 +57,16 @@ def require_used(exceptions: Iterable[str], names: Sequence[str]) -> None:
 def concern_sites(exceptions: Iterable[str]) -> list[int]:
     """Bits of those exceptions that name a site of some model, so that its activations are not at the default."""
     pairs = [parsed(exception) for exception in exceptions]
-    return [bits for pattern, bits in pairs if any(fnmatchcase(site, pattern.rpartition(".")[2]) for site in SITES)]
+    return [bits for pattern, bits in pairs if _names_site(pattern)]
+
+
+def stored_bits(bits: int) -> int:
+    """Bits that a code takes in a file."""
+    return TERNARY_STORED_BITS if bits == TERNARY else bits
+
+
+def _names_site(pattern: str) -> bool:
+    return any(fnmatchcase(site, pattern.rpartition(".")[2]) for site in SITES)
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -153,7 +153,7 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
     the model. `on_the_grid`: its weights are rounded already, and only activations are.
 
     ValueError, and an unchanged model, if the scheme needs a policy and has none, the policy does not know a site of
-    the model, a layer does not divide into groups, or an exception fits no layer.
+    the model, a layer does not divide into groups or has weights that are not finite, or an exception fits no layer.
     """
     layers, of_sites = decoder_layers(model), bits_of_sites(model, scheme)
     require_fitting(model, scheme)
@@ -163,11 +163,13 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
     if scheme.quantizes_activations and unknown:
         raise ValueError(f"policy table has no site {unknown[0]!r}: it was made for another model")
     if not on_the_grid:
-        for name, bits in bits_of_weights(model, scheme).items():
-            if bits < FULL_PRECISION:
-                place = name.removeprefix("layers.")
-                linear: Any = layers.get_submodule(place)
-                layers.set_submodule(place, LowBitLinear(linear, bits, scheme.group_size))
+        rounded = {name: bits for name, bits in bits_of_weights(model, scheme).items() if bits < FULL_PRECISION}
+        linears: dict[str, Any] = {name: layers.get_submodule(name.removeprefix("layers.")) for name in rounded}
+        for name, linear in linears.items():
+            if not linear.weight.isfinite().all():
+                raise ValueError(f"{name}: has weights that are not finite, which no grid holds")
+        for name, linear in linears.items():
+            layers.set_submodule(name.removeprefix("layers."), LowBitLinear(linear, rounded[name], scheme.group_size))
     model.policy, model.rounds_activations = policy, True
     if scheme.quantizes_activations:
         model.model.register_forward_pre_hook(look_up_scales(policy), with_kwargs=True)

@@ -15,6 +15,8 @@ import torch
 
 from reflux.kernels.dual_scale_quant import dual_scale_quant, largest_code
 
+from .layer_bits import TERNARY
+
 SMALLEST_SCALE = 2.0**-14  # the smallest normal float16: a group of zeros keeps a usable scale
 
 
@@ -24,13 +26,19 @@ def check_group_size(group_size: int, columns: int, layer: str = "every layer") 
         raise ValueError(f"group_size {group_size}: must divide the {columns} input channels of {layer}")
 
 
+def code_range(bits: int) -> tuple[int, int]:
+    """Smallest and largest code of a weight."""
+    return (-1, 1) if bits == TERNARY else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
 def weight_codes(
     weight_OI: torch.Tensor, bits: int, group_size: int, log_clip_OG: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 [O, I] in [−2^(b−1), 2^(b−1) − 1] and scales [O, G] (float16 values).
+    """Codes int8 [O, I] in [−2^(b−1), 2^(b−1) − 1], or {−1, 0, 1} for TERNARY, and scales [O, G] (float16 values).
 
     The grid ends at each group's largest |w| times exp(log_clip), 1 if there is none: learnable weight clipping as in
-    OmniQuant (arXiv 2308.13137). ValueError if the group does not divide I.
+    OmniQuant (arXiv 2308.13137). A ternary grid ends at the group's mean |w| instead, as in BitNet b1.58 (arXiv
+    2402.17764). ValueError if the group does not divide I.
     """
     codes_OGS, scale_OG, _ = _on_grid(weight_OI, bits, group_size, log_clip_OG)
     return codes_OGS.to(torch.int8).reshape(weight_OI.shape), scale_OG
@@ -43,14 +51,14 @@ def _on_grid(
     rows, columns = weight_OI.shape
     check_group_size(group_size, columns)
     grouped_OGS = weight_OI.reshape(rows, columns // group_size, group_size)
-    half_steps = 2**bits - 1  # the grid is one code longer below zero, so its half width is (2^b − 1) / 2 steps
-    end_OG = grouped_OGS.abs().amax(-1)
+    lowest, highest = code_range(bits)
+    half_steps = highest - lowest  # where it is one code longer below zero, half the width is (2^b − 1) / 2 steps
+    end_OG = grouped_OGS.abs().mean(-1) if bits == TERNARY else grouped_OGS.abs().amax(-1)
     if log_clip_OG is not None:
         end_OG = end_OG * log_clip_OG.exp()
     scale_OG = (end_OG * 2 / half_steps).to(torch.float16).to(weight_OI.dtype).clamp(min=SMALLEST_SCALE)
     steps_OGS = grouped_OGS / scale_OG[..., None]
-    lowest = -(2 ** (bits - 1))
-    return steps_OGS.round().clamp_(lowest, -lowest - 1), scale_OG, steps_OGS
+    return steps_OGS.round().clamp_(lowest, highest), scale_OG, steps_OGS
 
 
 def weight_values(codes_OI: torch.Tensor, scale_OG: torch.Tensor) -> torch.Tensor:
@@ -84,8 +92,8 @@ class _RoundWeight(torch.autograd.Function):
             return grads[0], None, None, None
         weight_OI, log_clip_OG = ctx.saved_tensors
         codes_OGS, scale_OG, steps_OGS = _on_grid(weight_OI, ctx.bits, ctx.group_size, log_clip_OG)
-        lowest = -(2 ** (ctx.bits - 1))
-        inside_OGS = (steps_OGS > lowest) & (steps_OGS < -lowest - 1)
+        lowest, highest = code_range(ctx.bits)
+        inside_OGS = (steps_OGS > lowest) & (steps_OGS < highest)
         slope_OGS = torch.where(inside_OGS, codes_OGS - steps_OGS, codes_OGS)
         return grads[0], None, None, (grads[0].view_as(slope_OGS) * slope_OGS).sum(-1) * scale_OG
 

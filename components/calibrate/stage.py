@@ -92,6 +92,9 @@ def _trained(student: Artifact, base_path: Path, scheme: Scheme, scratch: Path) 
                 "student: latent.safetensors is not marked as master weights; refusing to quantise it again"
             )
         state = {name: latent.get_tensor(name) for name in latent.keys()}  # noqa: SIM118  no mapping
+    for name, value in state.items():
+        if not value.isfinite().all():
+            raise ValueError(f"student: {name} is not finite everywhere, and cannot be put on a grid")
     unknown = model.load_state_dict(state, strict=False).unexpected_keys
     if unknown:
         raise ValueError(f"student: {len(unknown)} weights do not belong to {base_path.name}, e.g. {unknown[0]}")

@@ -63,8 +63,9 @@ class DistillConfig:
     """plain: one scale per token; dual: a main scale from the position table and an outlier scale from the token."""
 
     exceptions: list[str] = field(default_factory=list)
-    """Layers of other bits, PATTERN=BITS: down_proj=8 for weights, down_in=8 for what enters (the sites attn_in, o_in,
-    mlp_in, down_in), layers.0.*=8 for both in a layer. The last one that fits counts.
+    """Layers of other bits, PATTERN=BITS (2 to 8, 16, or ternary for weights): down_proj=8 for weights, down_in=8 for
+    what enters (the sites attn_in, o_in, mlp_in, down_in), layers.0.*=8 for both in a layer. The last one that fits
+    counts.
     """
 
     warmup_steps: int = 100

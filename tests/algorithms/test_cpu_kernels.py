@@ -15,6 +15,7 @@ from reflux.components.algorithms.cpu_kernels import (
     IntegerLinear,
     coded_rows,
 )
+from reflux.components.algorithms.layer_bits import TERNARY
 from reflux.components.algorithms.quantizers import QUANTIZERS, weight_codes, weight_values
 
 
@@ -33,7 +34,7 @@ def activations(tokens: int, inputs: int = 192) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("activation", ["plain", "dual"])
-@pytest.mark.parametrize(("weight_bits", "bits"), [(4, 4), (4, 8), (8, 8), (2, 4), (8, 4)])
+@pytest.mark.parametrize(("weight_bits", "bits"), [(4, 4), (4, 8), (8, 8), (2, 4), (8, 4), (TERNARY, 8)])
 @pytest.mark.parametrize(("tokens", "group_size"), [(1, 64), (5, 64), (300, 192)])
 def test_the_integer_path_is_the_imitated_one(
     activation: str, weight_bits: int, bits: int, tokens: int, group_size: int

@@ -14,6 +14,7 @@ from reflux.components.algorithms.effective_bits import (
     cost_of_weights,
     weight_cost,
 )
+from reflux.components.algorithms.layer_bits import TERNARY
 from reflux.components.algorithms.low_bit import Scheme
 from reflux.components.models import skeleton
 
@@ -31,6 +32,7 @@ def test_a_value_is_counted_with_its_share_of_scale_and_flag() -> None:
     assert weight_cost(3, 128).total == 3 + 16 / 128
     assert activation_cost("plain", 4, 576).total == pytest.approx(4 + 16 / 576)
     assert activation_cost("dual", 4, 576).total == pytest.approx(4 + 1 + 16 / 576)
+    assert weight_cost(TERNARY, 64).total == 2 + 16 / 64
     assert weight_cost(16, 64) == activation_cost("dual", 16, 64) == UNQUANTISED
     assert str(activation_cost("dual", 4, 64)) == "5.25 (code 4.00, flag 1.00, scale 0.25)"
 
@@ -49,6 +51,8 @@ def test_exceptions_count_by_their_values(model: Any) -> None:
     assert down.code == pytest.approx((4 * (ATTENTION + FFN) + 4 * 64 * 128) / (ATTENTION + FFN))
     whole_layer = cost_of_weights(model, Scheme(exceptions=("layers.1.*=16",)))
     assert whole_layer.total == pytest.approx((4.25 + 32) / 2)
+    half_ternary = cost_of_weights(model, Scheme(exceptions=("layers.*[02468].*_proj=ternary",)))
+    assert half_ternary.total == (4.25 + 2.25) / 2
     inputs = cost_of_activations(model, Scheme(exceptions=("down_in=8",)))
     assert inputs.code == pytest.approx((4 * 3 * 64 + 8 * 128) / (3 * 64 + 128))
     assert inputs.flag == 1
@@ -63,9 +67,9 @@ def test_the_table_of_the_docs_is_this_count() -> None:
     for name, (code, flag, scale, total) in told.items():
         words = name.replace(",", "").split()
         if words[0] == "weight":
-            counted = weight_cost(int(words[1]), int(words[-1]))
+            counted = weight_cost(TERNARY if words[1] == "ternary" else int(words[1]), int(words[-1]))
         else:
             counted = activation_cost(words[3], int(words[1]), int(words[4]))
         shown = (counted.code, counted.flag, round(counted.scale, 3), round(counted.total, 3))
         assert shown == (code, flag, scale, total), name
-    assert len(told) == 9
+    assert len(told) == 10

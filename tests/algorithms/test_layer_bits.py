@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reflux.components.algorithms.layer_bits import bits_of, concern_sites, parsed, require_used
+from reflux.components.algorithms.layer_bits import TERNARY, bits_of, concern_sites, parsed, require_used
 
 NAMES = ["layers.0.self_attn.q_proj", "layers.0.mlp.down_proj", "layers.0.down_in", "layers.10.down_in"]
 
@@ -22,6 +22,7 @@ NAMES = ["layers.0.self_attn.q_proj", "layers.0.mlp.down_proj", "layers.0.down_i
         (["down_in=8", "layers.10.down_in=2"], [4, 4, 8, 2]),
         (["layers.10.down_in=2", "down_in=8"], [4, 4, 8, 8]),
         (["q_proj=2", "q_proj=3"], [3, 4, 4, 4]),
+        (["layers.*[02468].*_proj=ternary"], [TERNARY, TERNARY, 4, 4]),
     ],
 )
 def test_the_last_exception_that_fits_counts(exceptions: list[str], expected: list[int]) -> None:
@@ -36,8 +37,14 @@ def test_another_form_is_refused(exception: str) -> None:
 
 @pytest.mark.parametrize("bits", [0, 1, 9, 15, 17])
 def test_bits_that_there_are_not_are_refused(bits: int) -> None:
-    with pytest.raises(ValueError, match=f"exceptions 'down_in={bits}': allowed are 2 to 8 bits, or 16"):
+    with pytest.raises(ValueError, match=f"exceptions 'down_in={bits}': allowed are 2 to 8, ternary, or 16"):
         parsed(f"down_in={bits}")
+
+
+@pytest.mark.parametrize("pattern", ["down_in", "layers.0.*", "*"])
+def test_activations_are_not_ternary(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"ternary is for weights, and .* names activations too"):
+        parsed(f"{pattern}=ternary")
 
 
 def test_an_exception_that_fits_nothing_is_named() -> None:

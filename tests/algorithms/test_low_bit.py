@@ -333,6 +333,26 @@ def test_a_group_that_does_not_divide_is_refused_before_anything_changes(model: 
     assert [type(m) for m in model.modules()] == linears
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_layer_whose_weights_are_not_finite_is_named_before_anything_changes(model: Any, bad: float):
+    model.model.layers[1].mlp.up_proj.weight[5, 3] = bad
+    linears = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj: has weights that are not finite"):
+        apply_scheme(model, WEIGHTS_ONLY)
+    assert [type(m) for m in model.modules()] == linears
+    untouched = Scheme(activation_bits=16, group_size=32, exceptions=("layers.1.*.up_proj=16",))
+    assert not isinstance(apply_scheme(model, untouched).model.layers[1].mlp.up_proj, LowBitLinear)
+
+
+@torch.no_grad()
+def test_one_group_may_be_the_whole_width(model: Any):
+    """64 divides 64 once and 128 twice: of the narrow layers every row is one group."""
+    apply_scheme(model, Scheme(activation_bits=16, group_size=64))
+    assert model.model.layers[0].self_attn.q_proj.log_clip_OG.shape == (64, 1)
+    assert model(**batch()).logits.isfinite().all()
+
+
 def test_a_decoder_of_another_make_is_refused():
     other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=16, bos_token_id=1, eos_token_id=2))
     with pytest.raises(ValueError, match="GPT2LMHeadModel: reflux quantises decoders"):

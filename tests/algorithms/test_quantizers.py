@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from reflux.components.algorithms.layer_bits import TERNARY
 from reflux.components.algorithms.quantizers import (
     QUANTIZERS,
     SMALLEST_SCALE,
@@ -83,6 +85,36 @@ def test_codes_do_not_depend_on_the_unit_of_the_weights(bits: int, factor: float
     scaled_codes_OI, scaled_scale_OG = weight_codes(weights(8, 64) * factor, bits, 32)
     assert torch.equal(scaled_codes_OI, codes_OI)
     assert torch.equal(scaled_scale_OG, scale_OG * factor)
+
+
+def test_ternary_codes_equal_a_sum_in_numpy():
+    weight_OI = weights(5, 96)
+    codes_OI, scale_OG = weight_codes(weight_OI, TERNARY, 32)
+    grouped_OGS = weight_OI.numpy().reshape(5, 3, 32)
+    mean_OG = np.abs(grouped_OGS).mean(-1).astype(np.float16).astype(np.float32)
+    np.testing.assert_allclose(scale_OG.numpy(), mean_OG, rtol=2**-10)
+    expected_OGS = (grouped_OGS > scale_OG.numpy()[..., None] / 2).astype(int)
+    expected_OGS -= grouped_OGS < -scale_OG.numpy()[..., None] / 2
+    assert np.array_equal(codes_OI.numpy().reshape(5, 3, 32), expected_OGS)
+    assert codes_OI.unique().tolist() == [-1, 0, 1]
+    weight_OI[0, :32] = 0
+    assert (fake_quantize_weight(weight_OI, TERNARY, 32)[0, :32] == 0).all()
+
+
+def test_the_gradient_of_a_ternary_scale_is_that_of_a_learned_step_size():
+    weight_OI, upstream_OI = weights(6, 32), weights(6, 32, seed=3)
+    log_clip_OG = (weights(6, 2, seed=4) / 4).requires_grad_()
+    fake_quantize_weight(weight_OI, TERNARY, 16, log_clip_OG).backward(upstream_OI)
+
+    reference_OG = log_clip_OG.detach().clone().requires_grad_()
+    grouped_OGS = weight_OI.reshape(6, 2, 16)
+    exact_OG = grouped_OGS.abs().mean(-1) * reference_OG.exp()
+    scale_OG = exact_OG + (exact_OG.half().float() - exact_OG).detach()
+    steps_OGS = (grouped_OGS / scale_OG[..., None]).clamp(-1, 1)
+    values_OGS = (steps_OGS + (steps_OGS.round() - steps_OGS).detach()) * scale_OG[..., None]
+    values_OGS.backward(upstream_OI.view_as(values_OGS))
+    torch.testing.assert_close(log_clip_OG.grad, reference_OG.grad, rtol=2e-3, atol=1e-3)
+    assert log_clip_OG.grad.abs().max() > 0
 
 
 def test_a_dead_group_stays_zero_with_a_usable_scale():

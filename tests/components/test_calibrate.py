@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -248,9 +249,13 @@ def test_a_scheme_that_was_changed_is_refused(bundle: Path) -> None:
         read_scheme(bundle)
 
 
-def student_with(chain: Chain, student: Artifact, folder: Path, metadata: dict[str, str], **rename: str) -> Artifact:
-    """The student with its weights saved again, under other names or another mark."""
+def student_with(
+    chain: Chain, student: Artifact, folder: Path, metadata: dict[str, str], *, spoiled: str = "", **rename: str
+) -> Artifact:
+    """The student with its weights saved again, under other names, another mark, or one weight no number."""
     weights = load(student.file("latent.safetensors"))
+    if spoiled:
+        weights[spoiled][0, 0] = torch.nan
     for old, new in rename.items():
         weights[new] = weights.pop(old.replace("__", "."))
     save_file(weights, folder / "weights", metadata=metadata)
@@ -266,6 +271,13 @@ def test_deployed_weights_are_not_quantised_again(chain: Chain, student: Artifac
     deployed = student_with(chain, student, tmp_path, {"format": "pt"})
     with pytest.raises(ValueError, match="not marked as master weights; refusing to quantise it again"):
         calibrated(chain, deployed, tmp_path)
+
+
+def test_weights_that_are_not_finite_are_named(chain: Chain, student: Artifact, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    broken = student_with(chain, student, tmp_path, {"checkpoint": "latent"}, spoiled=name)
+    with pytest.raises(ValueError, match=rf"student: {re.escape(name)} is not finite everywhere"):
+        calibrated(chain, broken, tmp_path)
 
 
 def test_weights_of_another_model_are_refused(chain: Chain, student: Artifact, tmp_path: Path) -> None:

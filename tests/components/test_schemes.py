@@ -22,6 +22,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "w4a4": {},
     "w4a8": {"activation_bits": 8},
     "w8a8": {"weight_bits": 8, "activation_bits": 8, "activation": "plain"},
+    "w2.79a8": {"activation_bits": 8, "exceptions": ["layers.*[02468].*_proj=ternary"]},
     "w4a16": {"activation_bits": 16},
     "w4a4 down at 8": {"exceptions": ["down_proj=8", "down_in=8", "layers.1.*.q_proj=16"]},
 }

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_bundle import write_tiny_bundle
 from transformers import AutoModelForCausalLM
 
 from reflux.components.algorithms.cpu_kernels import Int4Linear, IntegerLinear
 from reflux.components.algorithms.low_bit import full_precision_activations
-from reflux.components.bundle import load_bundle
+from reflux.components.bundle import load_bundle, unpack
 from reflux.components.transformers_bundle import low_bit_config
 
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -22,6 +23,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "w8a8_dual": {"weight_bits": 8, "activation_bits": 8},
     "w4a16": {"activation_bits": 16},
     "mixed": {"exceptions": ("down_*=8", "layers.0.mlp_in=16", "v_proj=3")},
+    "w2.79a8": {"activation_bits": 8, "activation": "plain", "exceptions": ("layers.*[02468].*_proj=ternary",)},
 }
 
 
@@ -110,3 +112,27 @@ def test_a_full_precision_weight_behind_rounded_activations_has_no_integer_produ
     assert torch.equal(logprobs(from_pretrained(folder, "simulated")), logprobs(load_bundle(folder)))
     with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.o_proj has its weight in full precision"):
         from_pretrained(folder, "deployed")
+
+
+@torch.no_grad()
+def test_ternary_layers_run_on_integers_too(bundles: dict[str, Path]) -> None:
+    deployed, imitated = from_pretrained(bundles["w2.79a8"], "deployed"), load_bundle(bundles["w2.79a8"])
+    for name, linear in deployed.named_modules():
+        if isinstance(linear, IntegerLinear):
+            assert torch.equal(linear.weight, imitated.get_submodule(name).weight)
+    # sums in another order: a value beside the middle of two codes crosses it here, and a row of logits moves
+    assert (logprobs(deployed) - logprobs(imitated)).abs().mean() < 5e-3
+
+
+def test_ternary_codes_lie_as_two_bits_and_say_so(bundles: dict[str, Path]) -> None:
+    described = json.loads((bundles["w2.79a8"] / "quant_config.json").read_text())["weights"]
+    ternary = {name for name, entry in described.items() if entry["codes"] == "ternary"}
+    assert ternary == {name for name in described if name.startswith("model.layers.0.")}
+    assert {described[name]["bits"] for name in ternary} == {2}
+    stored = load_file(bundles["w2.79a8"] / "model.safetensors")
+    for name in ternary:
+        rows, columns = stored[f"{name}.weight_shape"].tolist()
+        assert stored[f"{name}.weight_packed"].shape == (rows, columns * 2 // 32)
+        assert unpack(stored[f"{name}.weight_packed"], 2, columns).unique().tolist() == [-1, 0, 1]
+    groups = json.loads((bundles["w2.79a8"] / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert {group["weights"]["num_bits"]: len(group["targets"]) for group in groups.values()} == {4: 1, 2: 7}
