@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 
 FULL_PRECISION = 16
 """`bits` from here on mean: not quantised."""
@@ -16,6 +17,9 @@ FULL_PRECISION = 16
 TERNARY = 1
 """`bits` of weights that are minus one, zero or one scale; in an exception, the word ternary."""
 TERNARY_STORED_BITS = 2
+
+MOST_LAYERS = 512
+"""No model has more."""
 
 SITES = {"attn_in": "self_attn", "o_in": "self_attn.o_proj", "mlp_in": "mlp", "down_in": "mlp.down_proj"}
 """Where activations are rounded: the name of the site and the module whose input it is."""
@@ -65,8 +69,9 @@ def stored_bits(bits: int) -> int:
     return TERNARY_STORED_BITS if bits == TERNARY else bits
 
 
+@cache
 def _names_site(pattern: str) -> bool:
-    return any(fnmatchcase(site, pattern.rpartition(".")[2]) for site in SITES)
+    return any(_fits(f"layers.{layer}.{site}", pattern) for layer in range(MOST_LAYERS) for site in SITES)
 
 
 def _fits(name: str, pattern: str) -> bool:

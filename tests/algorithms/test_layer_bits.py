@@ -55,4 +55,4 @@ def test_an_exception_that_fits_nothing_is_named() -> None:
 
 def test_whether_activations_are_concerned_is_known_without_a_model() -> None:
     assert concern_sites(["down_in=8", "layers.3.attn_in=6", "layers.0.*=7", "*_in=5"]) == [8, 6, 7, 5]
-    assert concern_sites(["down_proj=8", "layers.0.mlp.*_proj=6"]) == []
+    assert concern_sites(["down_proj=8", "layers.0.mlp.*_proj=6", "mlp.*=5", "layers.*.self_attn.*=ternary"]) == []
