@@ -37,15 +37,17 @@ _DEEPEST = 4  # a loop's run, an iteration's, and a nested pipeline's may stand 
 
 
 def find_parent(client: Any, experiment: str | None, run: str, job: str) -> Any:
-    """The parent run of pipeline run `run`, None if there is none. `experiment` is where ours are made."""
+    """The parent run of pipeline run `run`, None if there is none. `experiment` is where ours are made.
+
+    On a cluster the id of the run decides: people give two runs one name.
+    """
     above = _above_the_environments(client, job)
     if above is not None:
         return above
     if is_kfp(job):
         everywhere = [each.experiment_id for each in _pages(client.search_experiments)]
         found = [each for each in _search(client, everywhere, {JOB: job}) if PARENT not in each.data.tags]
-        if found:
-            return found[0]
+        return found[0] if found else None
     ours = _search(client, [experiment], {"reflux.run": run, **ROLE}) if experiment else []
     return ours[0] if ours else None
 
@@ -55,7 +57,7 @@ def parent(client: Any, experiment: Callable[[], str], store: Store, run: str, j
     known = find_parent(client, None, run, job)
     tags = {"reflux.run": run, **ROLE, **_kfp_tags(job)}
     if known is None:
-        return _with_tags(client, _only(client, store, experiment(), run, {"reflux.run": run, **ROLE}, tags), tags)
+        return _with_tags(client, _only(client, store, experiment(), run, tags, tags), tags)
     if tags.items() <= known.data.tags.items():
         return known
     return _with_tags(client, known, {**tags, **OPENED_BY_KFP})  # KFP's, seen for the first time
@@ -63,12 +65,11 @@ def parent(client: Any, experiment: Callable[[], str], store: Store, run: str, j
 
 def nested(client: Any, parent: Any, store: Store, *, stage: str, run: str, key: str, job: str) -> Any:
     """The run of one stage's work on `key`, found or made below `parent`. A retry gets that of the attempt before."""
-    own = {"reflux.run": run, "reflux.stage": stage, "reflux.key": key}
-    tags = {**own, **_kfp_tags(job)}
+    own = {"reflux.run": run, "reflux.stage": stage, "reflux.key": key, **_kfp_tags(job)}
     given = _environments(client, job) or _drivers(client, parent, stage, own)
     if given is not None:
-        return _with_tags(client, given, {**tags, **OPENED_BY_KFP})
-    below = {**tags, PARENT: parent.info.run_id}
+        return _with_tags(client, given, {**own, **OPENED_BY_KFP})
+    below = {**own, PARENT: parent.info.run_id}
     made = _only(client, store, parent.info.experiment_id, stage, own, below)
     return _with_tags(client, made, below)  # people may have removed the parent of the first attempt
 

@@ -75,6 +75,16 @@ def test_without_the_plugin_both_runs_are_ours_and_know_the_pipelines(tmp_path: 
     assert warmth(client, stage) == [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.5), (4, 0.9)]
 
 
+def test_two_runs_of_a_cluster_with_one_name_have_a_tree_each(tmp_path: Path, client: Any) -> None:
+    jobs = [JOB, "7d0c4a52-93b1-4f7e-8a06-5e2b1c9d3f80"]
+    for job in jobs:
+        assert brew(tmp_path, job=job, run="tea-party")[0] == 0
+    assert [run_tree.find_parent(client, "1", "tea-party", job).data.tags[run_tree.JOB] for job in jobs] == jobs
+    first, first_stage, second, second_stage = everything(client)
+    assert first_stage.data.tags["mlflow.parentRunId"] == first.info.run_id
+    assert second_stage.data.tags["mlflow.parentRunId"] == second.info.run_id
+
+
 @pytest.mark.parametrize("injected", [False, True])
 def test_with_the_plugin_its_runs_are_taken_and_filled(
     tmp_path: Path, client: Any, database: str, monkeypatch: pytest.MonkeyPatch, injected: bool
