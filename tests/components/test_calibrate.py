@@ -37,7 +37,6 @@ from reflux.components.artifacts import Artifact
 from reflux.components.bundle import load_bundle, pack, read_scheme, unpack
 from reflux.components.calibrate import stage
 from reflux.components.calibrate.bundle_files import fallback
-from reflux.components.calibrate.bundle_files.calibrate import read_queries
 from reflux.components.calibrate.card import model_card
 from reflux.components.calibrate.config import CalibrateConfig
 from reflux.components.calibrate.export import RUNTIME
@@ -342,28 +341,6 @@ def test_the_runtime_is_complete() -> None:
                 module = ".".join([*base, *(node.module or "").removeprefix("reflux.").split(".")]).strip(".")
                 wanted = {module} if module in held else {f"{module}.{alias.name}" for alias in node.names}
                 assert wanted <= held, f"{name} imports {wanted - held}"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("q.txt", "\n \n", "holds no query"),
-        ("q.jsonl", '{"text": "a"}\n{"text": \n', "q.jsonl, line 2: no JSON"),
-        ("q.jsonl", '{"query": "a"}\n', "q.jsonl, line 1: has no text in a field 'text' or 'prompt'"),
-        ("q.jsonl", "[1]\n", "q.jsonl, line 1: has no text"),
-    ],
-)
-def test_queries_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_queries(tmp_path / name, 100)
-
-
-def test_queries_come_from_text_and_from_jsonl(tmp_path: Path) -> None:
-    (tmp_path / "q.txt").write_text("one\n\ntwo\nthree\n")
-    assert read_queries(tmp_path / "q.txt", 2) == ["one", "two"]
-    (tmp_path / "q.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
-    assert read_queries(tmp_path / "q.jsonl", 100) == ["one", "two"]
 
 
 def test_a_prompt_with_too_many_outliers_takes_the_other_path(bundle: Path) -> None:
