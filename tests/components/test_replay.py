@@ -20,6 +20,8 @@ from reflux.components.distill.replay import read
 from reflux.components.storage import Store
 from reflux.pipelines.__main__ import cli
 
+NORM = "model.layers.1.post_attention_layernorm"
+
 
 @pytest.fixture(scope="module")
 def chain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
@@ -27,10 +29,12 @@ def chain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 
 def poisoned(model: Path, folder: Path, weight: str, value: float) -> Path:
-    """A copy of the model with one weight that a broken file could hold."""
+    """A copy of the model with one value that a broken file could hold, in a norm: in a weight that is rounded it is
+    refused before training.
+    """
     shutil.copytree(model, folder)
     tensors = load_file(folder / "model.safetensors")
-    tensors[weight][3, 5] = value
+    tensors[weight][3] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -46,25 +50,25 @@ def failed(chain: Chain, student: Path, store: Path, **options: object) -> str:
 
 
 def test_a_student_with_an_infinite_weight(chain: Chain, tmp_path: Path) -> None:
-    student = poisoned(chain.model, tmp_path / "student", "model.layers.1.mlp.up_proj.weight", float("inf"))
+    student = poisoned(chain.model, tmp_path / "student", f"{NORM}.weight", float("inf"))
     place = failed(chain, student, tmp_path / "store", validation_traces=0)
     shown = CliRunner().invoke(cli, ["replay", place, "--store", str(tmp_path / "store")])
     assert shown.exit_code == 0, shown.output
     lines = dict(line.split(": ", 1) for line in shown.output.splitlines())
     assert lines["step 1"].startswith("distill: the loss of step 1 is nan nats a token")
     assert lines["made again"] == "nan nats a token, 4 sequences"
-    assert lines["parameters that are not finite"] == "student: model.layers.1.mlp.up_proj.weight"
-    assert lines["first in the forward pass"].startswith("output of model.layers.1.mlp.up_proj, sequence 0, token 0 '")
+    assert lines["parameters that are not finite"] == f"student: {NORM}.weight"
+    assert lines["first in the forward pass"].startswith(f"output of {NORM}, sequence 0, token 0 '")
     assert lines["sequences with such a loss"].count("sequence") == 3
     assert lines["sequences with such a loss"].endswith("and 1 more")
 
     found = json.loads(CliRunner().invoke(cli, ["replay", place, "--store", str(tmp_path / "store"), "--json"]).output)
-    assert found["parameters"] == ["student: model.layers.1.mlp.up_proj.weight"]
+    assert found["parameters"] == [f"student: {NORM}.weight"]
     assert len(found["losses"]) == 4
 
 
 def test_what_is_wrong_before_training_is_kept_as_well(chain: Chain, tmp_path: Path) -> None:
-    student = poisoned(chain.model, tmp_path / "student", "model.layers.0.self_attn.q_proj.weight", float("nan"))
+    student = poisoned(chain.model, tmp_path / "student", "model.layers.0.input_layernorm.weight", float("nan"))
     failed(chain, student, tmp_path / "store")
 
 
@@ -95,7 +99,7 @@ def test_what_the_last_step_broke_is_kept_with_the_weights_that_were_validated(
 
 
 def test_a_trace_that_is_in_a_step_twice_is_kept_twice(chain: Chain, tmp_path: Path) -> None:
-    student = poisoned(chain.model, tmp_path / "student", "model.layers.1.mlp.up_proj.weight", float("inf"))
+    student = poisoned(chain.model, tmp_path / "student", f"{NORM}.weight", float("inf"))
     options = {"hard_weight": 8, "batch_sequences": 12, "validation_traces": 0}
     place = failed(chain, student, tmp_path / "store", **options)
     shown = CliRunner().invoke(cli, ["replay", place, "--store", str(tmp_path / "store")])
@@ -104,16 +108,16 @@ def test_a_trace_that_is_in_a_step_twice_is_kept_twice(chain: Chain, tmp_path: P
 
 @pytest.mark.parametrize("objective", ["forward_kl", "sampled_reverse_kl"])
 def test_rollouts_that_are_not_finite_keep_their_prompts(chain: Chain, tmp_path: Path, objective: str) -> None:
-    student = poisoned(chain.model, tmp_path / "student", "model.layers.1.mlp.up_proj.weight", float("inf"))
+    student = poisoned(chain.model, tmp_path / "student", f"{NORM}.weight", float("inf"))
     options = {"objective": objective, "trace_objective": "forward_kl", "score_prompts": False}
     place = failed(chain, student, tmp_path / "store", validation_traces=0, on_policy_fraction=1.0, **options)
     shown = CliRunner().invoke(cli, ["replay", place, "--store", str(tmp_path / "store")])
     assert "step 1: distill: rollouts for step 1: the model's logits are NaN for rows [0, 1, 2]" in shown.output
-    assert "first in the forward pass: output of model.layers.1.mlp.up_proj, sequence 0, token 0" in shown.output
+    assert f"first in the forward pass: output of {NORM}, sequence 0, token 0" in shown.output
 
 
 def test_a_copy_is_whole_and_holds_no_code(chain: Chain, tmp_path: Path) -> None:
-    student = poisoned(chain.model, tmp_path / "student", "model.layers.1.mlp.up_proj.weight", float("inf"))
+    student = poisoned(chain.model, tmp_path / "student", f"{NORM}.weight", float("inf"))
     place = failed(chain, student, tmp_path / "store", validation_traces=0)
     store = Store.open(str(tmp_path / "store"))
     names = {Path(key).name for key in store.list(place)}
@@ -130,9 +134,9 @@ def test_a_copy_is_whole_and_holds_no_code(chain: Chain, tmp_path: Path) -> None
     kept = read(copy)
     assert kept.step == 1
     assert [s.scored for s in kept.sequences] == [s.teacher.logprobs_TB.shape[0] for s in kept.sequences]
-    assert torch.isinf(kept.weights["model.layers.1.mlp.up_proj.weight"][3, 5])
+    assert torch.isinf(kept.weights[f"{NORM}.weight"][3])
     shown = CliRunner().invoke(cli, ["replay", str(copy)])
-    assert "first in the forward pass: output of model.layers.1.mlp.up_proj" in shown.output
+    assert f"first in the forward pass: output of {NORM}" in shown.output
 
     shutil.copy(chain.model / "model.safetensors", student / "model.safetensors")
     changed = CliRunner().invoke(cli, ["replay", str(copy)])
