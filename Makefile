@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 demo: $(INSTALLED)
 	$(BIN)/reflux run --recipe demo
 
-bench: $(INSTALLED) .venv-bench/installed  # a training step beside TRL's; a quarter of an hour, the real model
+bench: $(INSTALLED) .venv-bench/installed  # a training step beside TRL's; about 40 minutes, the real model
 	$(BIN)/python benchmarks/trainer.py
 
 bench-traces: $(INSTALLED)  # what a stored token costs, beside DistillKit's form and plain pyarrow; minutes, the real model
