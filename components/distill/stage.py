@@ -67,6 +67,7 @@ def run(
 
         validate("validation_loss_before_nats", "before training")
         watched = train(trainer, validation, tokenizer, student, Path(scratch))
+        trainer.optimizer.state.clear()  # no step follows, and moments take as much as two students
         metrics["steps"] = float(trainer.step)
         validate("validation_loss_last_nats", "of the last weights")
         if config.ema_decay:
