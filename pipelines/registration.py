@@ -75,14 +75,7 @@ def check_name(field: str, name: str) -> str:
 
 def find_pipeline(api: Api, name: str) -> str:
     """The pipeline's id, "" if there is none."""
-    listed = kfp_api.every(
-        api,
-        api.client.pipelines.pipeline_service_list_pipelines,
-        "pipelines",
-        filter=kfp_api.equals("display_name", name),
-        **kfp_api.in_namespace(api),
-    )
-    return _only("pipeline", name, [found.pipeline_id for found in listed])
+    return _found(api, "pipeline", api.client.pipelines.pipeline_service_list_pipelines, name)
 
 
 def newest_version(api: Api, pipeline_id: str) -> Any:
@@ -94,14 +87,7 @@ def newest_version(api: Api, pipeline_id: str) -> Any:
 
 def find_experiment(api: Api, name: str) -> str:
     """The experiment's id, "" if there is none."""
-    listed = kfp_api.every(
-        api,
-        api.client.experiments.experiment_service_list_experiments,
-        "experiments",
-        filter=kfp_api.equals("display_name", name),
-        **kfp_api.in_namespace(api),
-    )
-    return _only("experiment", name, [found.experiment_id for found in listed])
+    return _found(api, "experiment", api.client.experiments.experiment_service_list_experiments, name)
 
 
 def create_experiment(api: Api, name: str) -> str:
@@ -140,6 +126,13 @@ def _upload(api: Api, pipeline_id: str, name: str, package: Package) -> str:
             pipelineid=pipeline_id,
         )
     return made.pipeline_version_id if made else f"<version {name}>"
+
+
+def _found(api: Api, kind: str, method: Any, name: str) -> str:
+    """The id of what has that name, "" if nothing has."""
+    named = kfp_api.equals("display_name", name)
+    listed = kfp_api.every(api, method, f"{kind}s", filter=named, **kfp_api.in_namespace(api))
+    return _only(kind, name, [getattr(found, f"{kind}_id") for found in listed])
 
 
 def _only(kind: str, name: str, ids: list[str]) -> str:

@@ -7,20 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from mixtures import EVERY
 
 from reflux.kernels.chunked_jsd import chunked_divergence, chunked_jsd
-from reflux.kernels.divergences import FORWARD_KL, REVERSE_KL, Mixture, divergence, jsd
+from reflux.kernels.divergences import Mixture, divergence
 from reflux.kernels.lm_head import LmHead
 
-MIXTURES = {
-    "forward": FORWARD_KL,
-    "reverse": REVERSE_KL,
-    "jsd 0.1": jsd(0.1),
-    "jsd 0.5": jsd(0.5),
-    "skew forward": Mixture(share=0.1, of_teacher=1.0),
-    "skew reverse": Mixture(share=0.9, of_student=1.0),
-}
-EVERY = pytest.mark.parametrize("mixture", MIXTURES.values(), ids=MIXTURES)
 V = 19
 
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from interpreter import DEVICE, KERNELS_RUN, poison, run_interpreted, runs_the_kernel, starts_the_interpreter
+from mixtures import EVERY
 
 from reflux.kernels.allocations import peak_bytes
 from reflux.kernels.chunked_jsd import chunked_jsd
 from reflux.kernels.chunked_jsd.reference import dense_divergence
-from reflux.kernels.divergences import FORWARD_KL, REVERSE_KL, Mixture, jsd
+from reflux.kernels.divergences import Mixture, jsd
 from reflux.kernels.lm_head import LmHead
 
 if KERNELS_RUN:
@@ -23,15 +24,6 @@ if KERNELS_RUN:
     from reflux.kernels.chunked_jsd.kernel import ChunkedDivergence
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-MIXTURES = {
-    "forward": FORWARD_KL,
-    "reverse": REVERSE_KL,
-    "jsd 0.1": jsd(0.1),
-    "jsd 0.5": jsd(0.5),
-    "skew forward": Mixture(share=0.1, of_teacher=1.0),
-    "skew reverse": Mixture(share=0.9, of_student=1.0),
-}
-EVERY = pytest.mark.parametrize("mixture", MIXTURES.values(), ids=MIXTURES)
 SHAPES = {  # tokens, student's hidden and rows, teacher's hidden and rows, vocabulary
     "one of each": (1, 1, 2, 1, 2, 2),
     "one token": (1, 17, 130, 33, 130, 130),
