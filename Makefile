@@ -34,8 +34,8 @@ test-cluster: $(INSTALLED)  # as root it installs from Debian what is missing; D
 	tests/cluster/packages.sh
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m cluster tests/cluster
 
-SWIFT_TESTS := $(addprefix tests/,$(addsuffix .py,$(addprefix components/test_,storage artifacts resume sources s3_faults \
-	column_reads store_outage) pipelines/test_store_gc))
+SWIFT_TESTS := $(addprefix tests/,$(addsuffix .py,$(addprefix components/test_,storage artifacts resume sources column_reads store_outage) \
+	components/stores/test_s3_faults pipelines/store/test_store_gc))
 test-swift: $(INSTALLED)  # the storage tests on another S3 server, which pip installs into a temporary folder
 	REFLUX_TEST_S3=swift $(PYTEST) --dist loadfile -k 'not directory' $(SWIFT_TESTS)
 

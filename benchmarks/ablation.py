@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from reflux.components import declare, models, policy_table, sources
+from reflux.components import declare, models, sources
 from reflux.components.algorithms.draws import derive_seed
 from reflux.components.algorithms.loops import ends_in_loop
 from reflux.components.algorithms.low_bit import frozen_weights
 from reflux.components.algorithms.rollouts import Request
 from reflux.components.artifacts import Artifact, Writer
+from reflux.components.bundles import policy_table
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.distill import stage as distill
 from reflux.components.distill.config import DistillConfig

@@ -27,9 +27,9 @@ FORMS = ("fp32", "imitated", "low_bit_float32", "low_bit_bfloat16", "weights_onl
 def loaded(form: str, bundle: Path, base: Path) -> Any:
     import torch
 
-    from reflux.components.bundle import load_bundle
+    from reflux.components.bundles.bundle import load_bundle
+    from reflux.components.bundles.transformers_bundle import load_deployed
     from reflux.components.models import load_model
-    from reflux.components.transformers_bundle import load_deployed
 
     if form == "fp32":
         return load_model(base)
@@ -40,7 +40,7 @@ def loaded(form: str, bundle: Path, base: Path) -> Any:
 
 def weights_only(bundle: Path, folder: Path) -> Path:
     """The bundle with the same files and a scheme that leaves activations alone."""
-    from reflux.components.bundle import read_scheme
+    from reflux.components.bundles.bundle import read_scheme
 
     folder.mkdir()
     for file in bundle.iterdir():

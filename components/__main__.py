@@ -29,16 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import reflux.components
-from reflux.components import declare, kfp_executor, overrides, processes, train_job
+from reflux.components import declare, overrides, processes
 from reflux.components.declare import Component
-from reflux.components.kfp_executor import Location
+from reflux.components.kubeflow import kfp_executor, train_job
+from reflux.components.kubeflow.kfp_executor import Location
+from reflux.components.kubeflow.train_job import TrainJobError
 from reflux.components.storage import Store, StoreError
-from reflux.components.train_job import TrainJobError
 
 WRONG_INPUT = 2
 INTERRUPTED = 130
 TASKS = ("prerequisites", "close_run")
-"""Programs of a pipeline that are no stages: modules of reflux.components with `run(parameters)`."""
+"""Programs of a pipeline that are no stages: modules of reflux.components.kubeflow with `run(parameters)`."""
 _PLACE = ("store", "run")  # what every call has to say
 _KEY = re.compile(r"objects/[^/]+/[0-9a-f]{64}/manifest\.json")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -69,7 +70,7 @@ def main(arguments: list[str]) -> int:
     stage = package.rpartition(".")[2]
     try:
         if package in TASKS:
-            importlib.import_module(f"reflux.components.{package}").run(_executor_input(flags).parameters)
+            importlib.import_module(f"reflux.components.kubeflow.{package}").run(_executor_input(flags).parameters)
         else:
             component = load(package)
             call = parse(component, flags)
@@ -113,7 +114,8 @@ def execute(package: str, component: Component, call: Call) -> None:
     """Make the stage's artifact, or find it made, and hand its manifest and pages over. Of several processes the first
     does this, and the others run the stage along with it.
     """
-    from reflux.components import artifacts, progress, registry, shown, sources, tracking
+    from reflux.components import artifacts, progress, registry, sources, tracking
+    from reflux.components.kubeflow import shown
 
     stage = component.name.rpartition(".")[2]
     store = Store.open(call.store)

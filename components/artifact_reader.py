@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 
 from reflux.components import column_reads, tables
 from reflux.components.canonical import sha256_hex
-from reflux.components.local_store import LocalStore
 from reflux.components.provenance import ArtifactError, Manifest, Shard, checked_name, from_bytes
 from reflux.components.storage import Store
+from reflux.components.stores.local_store import LocalStore
 
 
 def artifact_folder(stage: str, key: str) -> str:

@@ -213,7 +213,7 @@ class Writer:
     def _claim(self) -> None:
         """Say that the key and its parents are in use, and only then look whether a garbage collection removes them.
 
-        It works the other way round (pipelines/removal.py), so of two that meet at least one sees the other.
+        It works the other way round (pipelines/store/removal.py), so of two that meet at least one sees the other.
         """
         parents = sorted([parent.stage, parent.key] for parent in self._draft.parents.values())
         self.store.write(f"{self._folder}/{ATTEMPT}", canonical({"parents": parents}))

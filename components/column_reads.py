@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from reflux.components.canonical import sha256_hex
 from reflux.components.provenance import ArtifactError, Shard
-from reflux.components.s3_file import RangeFile
 from reflux.components.storage import Store
+from reflux.components.stores.s3_file import RangeFile
 
 SMALL_BYTES = 1 << 20  # below, one request for everything costs less than several for a part of it
 

@@ -23,8 +23,8 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
-from reflux.components import kfp_task
-from reflux.components.kfp_task import REQUIRED
+from reflux.components.kubeflow import kfp_task
+from reflux.components.kubeflow.kfp_task import REQUIRED
 
 IMAGE = "reflux-python-cpu:0.1.0"
 """Image of every stage unless the pipeline names another. kfp warns where "python" is not in the name."""

@@ -22,7 +22,7 @@ from reflux.components.provenance import public_uri
 from reflux.components.storage import Entry, S3Settings
 
 if TYPE_CHECKING:
-    from reflux.components.s3_store import S3Store
+    from reflux.components.stores.s3_store import S3Store
 
 BUILTIN = Path(__file__).parent / "builtin"
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
@@ -121,7 +121,7 @@ def _file_sha256(path: Path) -> str:
 
 def _listed(uri: str, settings: S3Settings) -> tuple[S3Store, str, dict[str, Entry]]:
     """The store, the key, and the objects that the source consists of, with what the store says of each."""
-    from reflux.components.s3_store import S3Store
+    from reflux.components.stores.s3_store import S3Store
 
     parts = urlsplit(uri)
     bucket, key = parts.netloc.rpartition("@")[2], parts.path.strip("/")

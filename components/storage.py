@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
-from reflux.components.s3_settings import S3Settings
+from reflux.components.stores.s3_settings import S3Settings
 
 __all__ = ["CHUNK_BYTES", "Entry", "S3Settings", "Store", "StoreError", "checked_key"]
 
@@ -53,10 +53,10 @@ class Store(ABC):
         # imported here since both modules build on this one, and a directory needs no boto3
         parts = urlsplit(uri)
         if parts.scheme in ("s3", "minio"):
-            from reflux.components.s3_store import S3Store
+            from reflux.components.stores.s3_store import S3Store
 
             return S3Store(parts.netloc.rpartition("@")[2], parts.path.strip("/"), settings or S3Settings.of_store())
-        from reflux.components.local_store import LocalStore
+        from reflux.components.stores.local_store import LocalStore
 
         if parts.scheme == "file" and parts.netloc in ("", "localhost"):
             return LocalStore(Path(unquote(parts.path)))

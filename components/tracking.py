@@ -21,9 +21,9 @@ from reflux.components import run_tree, tracked_values
 from reflux.components.artifacts import Artifact
 from reflux.components.progress import MetricPoint
 from reflux.components.provenance import public_uri
-from reflux.components.s3_settings import S3Settings
 from reflux.components.sources import Source
 from reflux.components.storage import Store
+from reflux.components.stores.s3_settings import S3Settings
 
 EXPERIMENT = "reflux"
 """Name of the experiment for runs that Kubeflow's plugin has not begun; MLFLOW_EXPERIMENT_NAME overrides it."""

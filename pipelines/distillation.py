@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 from kfp import dsl
 
 from reflux.components.calibrate.component import calibrate
-from reflux.components.close_run import close_run
 from reflux.components.collect_traces.component import collect_traces
 from reflux.components.distill.component import distill
 from reflux.components.distill.config import OBJECTIVES
 from reflux.components.evaluate.component import evaluate
 from reflux.components.ingest_labels.component import ingest_labels
+from reflux.components.kubeflow.close_run import close_run
+from reflux.components.kubeflow.pods import Placement
+from reflux.components.kubeflow.prerequisites import prerequisites
 from reflux.components.merge_traces.component import merge_traces
-from reflux.components.pods import Placement
-from reflux.components.prerequisites import prerequisites
 from reflux.components.profile_kv.component import profile_kv
 from reflux.pipelines.form import with_choices
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reflux.components.memory import available_gib
-from reflux.pipelines import embedded_store, runs, stores
+from reflux.pipelines import runs
+from reflux.pipelines.store import embedded_store, stores
 
 MEMORY_GIB = 6.0  # what the demo is allowed to take
 DISK_GIB = 5.0  # model, checkpoints and objects of a few demo runs

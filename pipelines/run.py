@@ -24,14 +24,16 @@ from reflux.components import tracking
 from reflux.components.artifacts import Artifact
 from reflux.components.provenance import public_uri
 from reflux.components.storage import S3Settings, Store
-from reflux.pipelines import recipes, registered_models, report, runs, stores, written_out
+from reflux.pipelines import recipes, runs
 from reflux.pipelines.compile import compile_to_text
 from reflux.pipelines.distillation import distillation
-from reflux.pipelines.local_session import Runner, StageError, StageResult, run_pipeline
-from reflux.pipelines.process_runner import in_processes
+from reflux.pipelines.machine.local_session import Runner, StageError, StageResult, run_pipeline
+from reflux.pipelines.machine.process_runner import in_processes
+from reflux.pipelines.review import registered_models, report, written_out
+from reflux.pipelines.store import stores
 
 if TYPE_CHECKING:
-    from reflux.pipelines.docker_runner import Containers
+    from reflux.pipelines.machine.docker_runner import Containers
 
 
 def run_recipe(
@@ -45,7 +47,7 @@ def run_recipe(
     """
     runs.check_name(name)
     if containers is not None:
-        from reflux.pipelines import docker_runner  # needs a package that other runs do without
+        from reflux.pipelines.machine import docker_runner  # needs a package that other runs do without
 
         docker_runner.check(containers)
     runs.require_writable(data_dir)
@@ -138,7 +140,7 @@ def _runner(
     """What runs the stages, their image, and the URIs of the sources where stages see other paths than this process."""
     if containers is None:
         return in_processes(environment), "", {}
-    from reflux.pipelines import container_mounts, docker_runner
+    from reflux.pipelines.machine import container_mounts, docker_runner
 
     seen = container_mounts.view(
         _sources(recipe), record.store, {**os.environ, **environment}, network=containers.network

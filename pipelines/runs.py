@@ -18,7 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from reflux.pipelines import recipes, stores
+from reflux.pipelines import recipes
+from reflux.pipelines.store import stores
 
 RECORD = "run.json"
 LOCK = "lock"

@@ -12,7 +12,8 @@ from reflux.components.artifacts import Artifact, Writer
 from reflux.components.schemas import LATENCIES, TRAINING
 from reflux.components.sources import resolve
 from reflux.components.storage import Store
-from reflux.pipelines import run, runs, stores
+from reflux.pipelines import run, runs
+from reflux.pipelines.store import stores
 
 PARENTS: dict[str, dict[str, str]] = {
     "collect_traces": {},

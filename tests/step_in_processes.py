@@ -12,7 +12,8 @@ from typing import Any
 import tiny_chain
 import torch
 
-from reflux.components import models, policy_table, processes
+from reflux.components import models, processes
+from reflux.components.bundles import policy_table
 from reflux.components.distill import parallel, stage
 from reflux.components.distill.examples import Sequence, training_examples
 from reflux.components.distill.objective import DistillationLoss

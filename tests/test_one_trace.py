@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 from stage_writers import writer_for
 
-from reflux.components import models, policy_table
+from reflux.components import models
 from reflux.components.algorithms.low_bit import apply_scheme
 from reflux.components.artifacts import Artifact
-from reflux.components.bundle import load_bundle, read_scheme
+from reflux.components.bundles import policy_table
+from reflux.components.bundles.bundle import load_bundle, read_scheme
 from reflux.components.calibrate import stage as calibrate
 from reflux.components.calibrate.config import CalibrateConfig
 from reflux.components.collect_traces import stage as collect_traces

@@ -7,7 +7,8 @@ from typing import Any
 
 from tiny_chain import Chain
 
-from reflux.components import models, policy_table
+from reflux.components import models
+from reflux.components.bundles import policy_table
 from reflux.components.distill import stage
 from reflux.components.distill.examples import Sequence, training_examples
 from reflux.components.distill.objective import DistillationLoss

@@ -31,8 +31,8 @@ A low-bit student, distilled on its own rollouts by reflux and exported with the
     python fallback.py "Why is the sky blue?"               # too many outliers in a prompt: the {weight_only} path
     python calibrate.py queries.txt --report report.json    # perplexity, latency and outliers on your own queries
 
-In Python, with `runtime/` on the path: `reflux.components.bundle.load_bundle(folder)` returns the model; pass it
-`position_ids`. Low-bit arithmetic is imitated in floating point: the results are those of the low-bit model, the
+In Python, with `runtime/` on the path, `reflux.components.bundles.bundle.load_bundle(folder)` returns the model; pass
+it `position_ids`. Low-bit arithmetic is imitated in floating point: the results are those of the low-bit model, the
 speed is not.
 
 ## Files

@@ -12,18 +12,19 @@ from safetensors.torch import save_file
 
 import reflux.components
 import reflux.kernels
-from reflux.components import policy_table
 from reflux.components.algorithms.low_bit import Scheme
-from reflux.components.bundle import compressed_tensors_config, deployed_state, quant_config, quantized_bits
-from reflux.components.bundle_digests import digests
+from reflux.components.bundles import policy_table
+from reflux.components.bundles.bundle import compressed_tensors_config, deployed_state, quant_config, quantized_bits
+from reflux.components.bundles.bundle_digests import digests
 
 RUNTIME = (
     "components/__init__.py",
-    "components/bundle.py",
-    "components/bundle_digests.py",
-    "components/outliers.py",
-    "components/policy_table.py",
-    "components/transformers_bundle.py",
+    "components/bundles/__init__.py",
+    "components/bundles/bundle.py",
+    "components/bundles/bundle_digests.py",
+    "components/bundles/outliers.py",
+    "components/bundles/policy_table.py",
+    "components/bundles/transformers_bundle.py",
     "components/algorithms/__init__.py",
     "components/algorithms/cpu_kernels.py",
     "components/algorithms/layer_bits.py",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from reflux.components import models, policy_table, progress
+from reflux.components import models, progress
 from reflux.components.algorithms.layer_bits import FULL_PRECISION
 from reflux.components.algorithms.low_bit import (
     Scheme,
@@ -22,7 +22,8 @@ from reflux.components.algorithms.low_bit import (
     watching_sites,
 )
 from reflux.components.artifacts import Artifact, Writer
-from reflux.components.bundle import load_bundle, quantized_bits
+from reflux.components.bundles import policy_table
+from reflux.components.bundles.bundle import load_bundle, quantized_bits
 from reflux.components.sequences import padded
 
 from .card import model_card

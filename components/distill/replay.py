@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from reflux.components import declare, environment, policy_table, processes
+from reflux.components import declare, environment, processes
 from reflux.components.artifacts import Writer
+from reflux.components.bundles import policy_table
 from reflux.components.provenance import public_uri
 
 from . import parallel

@@ -10,11 +10,12 @@ from typing import Any
 import pyarrow as pa
 from safetensors.torch import save_file
 
-from reflux.components import models, policy_table, processes, progress, schemas
+from reflux.components import models, processes, progress, schemas
 from reflux.components.algorithms.low_bit import Scheme, profiled_table
 from reflux.components.algorithms.policies import PositionTable
 from reflux.components.algorithms.schedules import Phase, capped, phase_at
 from reflux.components.artifacts import Artifact, Writer
+from reflux.components.bundles import policy_table
 
 from . import parallel
 from .adapters import latent_weights

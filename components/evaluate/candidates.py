@@ -14,10 +14,10 @@ from typing import Any
 
 from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme, apply_scheme
 from reflux.components.algorithms.policies import PositionTable
-from reflux.components.bundle import load_bundle, read_scheme
+from reflux.components.bundles.bundle import load_bundle, read_scheme
+from reflux.components.bundles.stored_scheme import stored_scheme
+from reflux.components.bundles.transformers_bundle import load_deployed, require_kernels
 from reflux.components.models import load_model
-from reflux.components.stored_scheme import stored_scheme
-from reflux.components.transformers_bundle import load_deployed, require_kernels
 
 UNQUANTISED = Scheme(weight_bits=FULL_PRECISION, activation_bits=FULL_PRECISION)
 

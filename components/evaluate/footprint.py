@@ -6,7 +6,7 @@ from typing import Any
 
 from reflux.components.algorithms.effective_bits import weight_cost
 from reflux.components.algorithms.low_bit import Scheme
-from reflux.components.bundle import held_elsewhere, quantized_bits
+from reflux.components.bundles.bundle import held_elsewhere, quantized_bits
 
 TABLE_VALUE_BYTES = 4
 """The policy table is float32."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from reflux.components import policy_table
 from reflux.components.algorithms.low_bit import profiled_table
 from reflux.components.artifacts import Artifact, Writer
-from reflux.components.bundle import read_scheme
+from reflux.components.bundles import policy_table
+from reflux.components.bundles.bundle import read_scheme
 from reflux.components.models import context_length, load_tokenizer, require_same_tokenizer
 from reflux.components.schemas import GENERATIONS, LATENCIES, LAYER_ERRORS, SCORES, TRACE_SCORES
 

@@ -7,10 +7,11 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from reflux.components import models, policy_table, profile_schemas, progress
+from reflux.components import models, profile_schemas, progress
 from reflux.components.algorithms.low_bit import decoder_layers, site_modules, watching_sites
 from reflux.components.algorithms.rollouts import cache_argument
 from reflux.components.artifacts import Artifact, Writer
+from reflux.components.bundles import policy_table
 from reflux.components.sequences import batched, padded
 
 from . import page, plots

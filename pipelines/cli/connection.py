@@ -38,6 +38,6 @@ def connected(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def connect(dry_run: bool = False, **given: Any) -> Any:
     """Reach the server; kfp is imported only here, so that help and a wrong option do not wait for it."""
-    from reflux.pipelines import kfp_api
+    from reflux.pipelines.kubeflow import kfp_api
 
     return kfp_api.connect(kfp_api.Connection(**given), dry_run=dry_run)

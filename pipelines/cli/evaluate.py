@@ -30,7 +30,8 @@ def evaluate(
 ) -> None:  # fmt: skip
     """The table of a run for MODEL, a bundle or a folder in Hugging Face layout, beside what it was made from."""
     from reflux.components.evaluate.config import EvaluateConfig
-    from reflux.pipelines import evaluation, report
+    from reflux.pipelines import evaluation
+    from reflux.pipelines.review import report
 
     config = EvaluateConfig(
         teacher=base,

@@ -50,7 +50,7 @@ def compile_(
     if form == "specification" and (pipeline or namespace):
         raise ValueError("--pipeline and --namespace name objects: they need --as objects")
 
-    from reflux.pipelines import native_objects, package, registration
+    from reflux.pipelines.kubeflow import native_objects, package, registration
 
     compiled = package.of_recipe(recipe, full, image=image or "", store=store, require_digests=require_digests)
     text = compiled.text

@@ -36,7 +36,8 @@ def promote(
 
     Exit code 3: it is not, and nothing changed.
     """
-    from reflux.pipelines import promotion, stores
+    from reflux.pipelines.review import promotion
+    from reflux.pipelines.store import stores
 
     other = stores.given(store, endpoint, data_dir)
     if rollback:

@@ -33,7 +33,7 @@ def register(
     """
     full = configured(recipe, config, {}, settings)
 
-    from reflux.pipelines import package, registration  # heavy, so after what is quickly refused
+    from reflux.pipelines.kubeflow import package, registration  # heavy, so after what is quickly refused
 
     name = registration.pipeline_name(recipe, pipeline)
     compiled = package.of_recipe(recipe, full, image=image or "", store=store, require_digests=require_digests)

@@ -22,7 +22,7 @@ def replay(place: str, as_json: bool, store: str, endpoint: str, data_dir: Path)
 
     PLACE is what the failed stage named, in the store, or a folder with a copy of it.
     """
-    from reflux.pipelines import stores
+    from reflux.pipelines.store import stores
 
     ref, _ = stores.choose(store, endpoint, data_dir)
 

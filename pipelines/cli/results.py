@@ -19,8 +19,9 @@ from reflux.pipelines.cli.options import AS_JSON, DATA_DIR, ENDPOINT, OTHER_STOR
 @DATA_DIR
 def report(run: str, as_json: bool, store: str, endpoint: str, data_dir: Path) -> None:
     """The table of RUN, a run's folder or name: every scheme beside the full-precision model."""
-    from reflux.pipelines import report as reports
-    from reflux.pipelines import runs, stores
+    from reflux.pipelines import runs
+    from reflux.pipelines.review import report as reports
+    from reflux.pipelines.store import stores
 
     result = reports.read(runs.find(run, data_dir), stores.given(store, endpoint, data_dir))
     click.echo(reports.machine_readable(result)) if as_json else reports.show(result)
@@ -39,7 +40,8 @@ def report(run: str, as_json: bool, store: str, endpoint: str, data_dir: Path) -
 def label_tasks(run: str, output: Path, limit: int | None, store: str, endpoint: str, data_dir: Path) -> None:
     """The answers of RUN as a project for Label Studio, whose JSON export is what --labels reads."""
     from reflux.pipelines import label_tasks as tasks
-    from reflux.pipelines import runs, stores
+    from reflux.pipelines import runs
+    from reflux.pipelines.store import stores
 
     number, config = tasks.write(runs.find(run, data_dir), output, stores.given(store, endpoint, data_dir), limit)
     click.echo(f"{number} tasks: {output}; labelling configuration: {config}")
@@ -62,12 +64,12 @@ def lineage(
 
     With --store the digest of an artifact, such as a run's root, is enough: nothing but the store is read.
     """
-    from reflux.pipelines import lineage as lineages
+    from reflux.pipelines.review import lineage as lineages
 
     chain = lineages.verify(run_or_bundle, expect=expect, store=store, endpoint=endpoint, data_dir=data_dir)
     click.echo(json.dumps(chain.to_json(), indent=2)) if as_json else lineages.show(chain)
     if html is not None:
-        from reflux.pipelines import lineage_page
+        from reflux.pipelines.review import lineage_page
 
         html.write_text(lineage_page.render(chain, of=run_or_bundle), encoding="utf-8")
         click.echo(f"page: {html}", err=True)

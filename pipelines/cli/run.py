@@ -59,7 +59,7 @@ def run(
     **sources: str,
 ) -> None:  # fmt: skip
     """Run a recipe from prompts to the evaluated bundle. After an interruption the same command continues."""
-    from reflux.pipelines import stores
+    from reflux.pipelines.store import stores
 
     containers = _containers(runner, image=image, network=network, memory=memory, retries=retries)
     full = configured(recipe, config, sources, settings)
@@ -109,6 +109,6 @@ def _containers(runner: str, **chosen: Any) -> Any:
         return None
     if importlib.util.find_spec("docker") is None:
         raise ValueError("--runner docker needs Docker's Python package: pip install 'reflux[docker]'")
-    from reflux.pipelines.docker_runner import Containers
+    from reflux.pipelines.machine.docker_runner import Containers
 
     return Containers(**given)

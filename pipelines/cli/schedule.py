@@ -73,8 +73,8 @@ def replace(**given: Any) -> None:
 @DRY_RUN
 @connected
 def apply(paths: tuple[Path, ...], prune: bool, dry_run: bool, **place: Any) -> None:
-    """Make the cluster's schedules like the files; `pydoc reflux.pipelines.schedule_file` shows their format."""
-    from reflux.pipelines import schedule, schedule_file
+    """Make the cluster's schedules like the files; `pydoc reflux.pipelines.kubeflow.schedule_file` says how."""
+    from reflux.pipelines.kubeflow import schedule, schedule_file
 
     declared = schedule_file.read(paths)
     api = connect(dry_run, **place)
@@ -90,7 +90,7 @@ def apply(paths: tuple[Path, ...], prune: bool, dry_run: bool, **place: Any) -> 
 @connected
 def list_(as_json: bool, **place: Any) -> None:
     """The schedules that reflux made here: when they fire, what they run, what waits to be deleted."""
-    from reflux.pipelines import schedule_list
+    from reflux.pipelines.kubeflow import schedule_list
 
     rows = schedule_list.rows(connect(**place))
     click.echo(json.dumps(rows, indent=2)) if as_json else schedule_list.show(rows)
@@ -120,7 +120,7 @@ def resume(name: str, dry_run: bool, **place: Any) -> None:
 @connected
 def delete(name: str, dry_run: bool, **place: Any) -> None:
     """Delete schedule NAME. While a run of it is in flight it is only switched off, and the exit code is 2."""
-    from reflux.pipelines import schedule, schedule_found
+    from reflux.pipelines.kubeflow import schedule, schedule_found
 
     api = connect(dry_run, **place)
     schedule_found.named(api, name)
@@ -133,7 +133,8 @@ def _apply_one(given: dict[str, Any], *, there: bool) -> None:
     dry_run, texts, settings, paused = (given.pop(name) for name in ("dry_run", "texts", "settings", "paused"))
     given["image"] = given["image"] or ""
 
-    from reflux.pipelines import recipes, schedule, schedule_file, schedule_found
+    from reflux.pipelines import recipes
+    from reflux.pipelines.kubeflow import schedule, schedule_file, schedule_found
 
     declared = schedule_file.Schedule(changes=recipes.parse_settings(settings), enabled=not paused, **given)
     api = connect(dry_run, **place)
@@ -146,7 +147,7 @@ def _apply_one(given: dict[str, Any], *, there: bool) -> None:
 
 
 def _switch(name: str, dry_run: bool, place: dict[str, Any], *, on: bool) -> None:
-    from reflux.pipelines import schedule, schedule_found
+    from reflux.pipelines.kubeflow import schedule, schedule_found
 
     api = connect(dry_run, **place)
     found = schedule_found.named(api, name)

@@ -20,7 +20,8 @@ def store() -> None:
 @DATA_DIR
 def start(data_dir: Path) -> None:
     """Start it or join it, print how to reach it, and keep it up until Ctrl-C or `reflux store stop`."""
-    from reflux.pipelines import embedded_store, runs
+    from reflux.pipelines import runs
+    from reflux.pipelines.store import embedded_store
 
     runs.require_writable(data_dir)
     folder = (data_dir / "store").absolute()
@@ -38,7 +39,7 @@ def start(data_dir: Path) -> None:
 @DATA_DIR
 def stop(data_dir: Path) -> None:
     """End `reflux store start`, and the server unless a command still uses it."""
-    from reflux.pipelines import embedded_store
+    from reflux.pipelines.store import embedded_store
 
     click.echo(embedded_store.release((data_dir / "store").absolute()))
 
@@ -47,7 +48,7 @@ def stop(data_dir: Path) -> None:
 @DATA_DIR
 def status(data_dir: Path) -> None:
     """Whether it runs, where, and whether a command uses it."""
-    from reflux.pipelines import embedded_store
+    from reflux.pipelines.store import embedded_store
 
     folder = (data_dir / "store").absolute()
     server = embedded_store.serving(folder)
@@ -69,7 +70,7 @@ def status(data_dir: Path) -> None:
 @DATA_DIR
 def du(store: str, endpoint: str, as_json: bool, data_dir: Path) -> None:
     """Bytes of every artifact, and what it is kept for."""
-    from reflux.pipelines import usage
+    from reflux.pipelines.store import usage
 
     plan = usage.examine(store, endpoint, usage.Kept(data_dir=data_dir))
     click.echo(json.dumps(usage.to_json(plan), indent=2)) if as_json else usage.show(plan)
@@ -99,7 +100,7 @@ def gc(
     as_json: bool, data_dir: Path,
 ) -> None:  # fmt: skip
     """Remove what neither a run of --data-dir nor --keep needs. Runs of other folders in the same store are unknown."""
-    from reflux.pipelines import usage
+    from reflux.pipelines.store import usage
 
     kept = usage.Kept(data_dir=data_dir, last=keep_last, names=keep, grace_hours=grace_hours)
     plan, removed = usage.collect(store, endpoint, kept) if delete else (usage.examine(store, endpoint, kept), None)

@@ -61,7 +61,7 @@ def submit(
     full = configured(recipe, config, {}, settings)
     place = {"host": host, "namespace": namespace, "kube_context": kube_context}
 
-    from reflux.pipelines import package, submit  # heavy, so after what is quickly refused
+    from reflux.pipelines.kubeflow import package, submit  # heavy, so after what is quickly refused
 
     compiled = package.of_recipe(recipe, full, image=image or "", require_digests=require_digests)
     run = submit.asked(compiled, recipe=recipe, config=full, **asked)
@@ -90,7 +90,7 @@ def watch(run_id: str, poll_s: float, **place: Any) -> None:
 
 def _finish(api: Any, run_id: str, poll_s: float, *, again: str) -> None:
     """Watch to the end and exit with the outcome. `again` is the command that goes on watching."""
-    from reflux.pipelines import kfp_api, watch
+    from reflux.pipelines.kubeflow import kfp_api, watch
 
     try:
         run = watch.follow(api, run_id, poll_s=poll_s)
@@ -108,7 +108,7 @@ def _finish(api: Any, run_id: str, poll_s: float, *, again: str) -> None:
 
 
 def _tell_verdict(run_id: str) -> None:
-    from reflux.pipelines import verdict
+    from reflux.pipelines.kubeflow import verdict
 
     said, why = verdict.of(run_id)
     click.echo(f"verdict: {said or f'not known here: {why}'}")

@@ -25,7 +25,8 @@ from docker.models.containers import Container
 from mlflow import MlflowClient
 
 from reflux.components.storage import S3Settings, Store
-from reflux.pipelines import container_engine, recipes, runs
+from reflux.pipelines import recipes, runs
+from reflux.pipelines.machine import container_engine
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -21,9 +21,9 @@ from toy_stages.in_containers import contained_party
 from toy_stages.pipeline import party
 
 from reflux.components.storage import Store
-from reflux.pipelines import container_engine
 from reflux.pipelines.__main__ import cli
-from reflux.pipelines.local_session import StageError
+from reflux.pipelines.machine import container_engine
+from reflux.pipelines.machine.local_session import StageError
 
 from .conftest import build
 

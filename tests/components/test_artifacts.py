@@ -14,11 +14,11 @@ import pytest
 
 from reflux.components import artifacts, environment
 from reflux.components.artifacts import Artifact, ArtifactError, Writer
-from reflux.components.local_store import LocalStore
 from reflux.components.provenance import to_bytes
 from reflux.components.schemas import TRAINING
 from reflux.components.sources import resolve
 from reflux.components.storage import Store
+from reflux.components.stores.local_store import LocalStore
 
 
 def committed(store: Store, **options: object) -> Artifact:

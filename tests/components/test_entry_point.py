@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from reflux.components import __main__ as entry
-from reflux.components import kfp_executor
 from reflux.components.artifacts import Artifact
+from reflux.components.kubeflow import kfp_executor
 from reflux.components.storage import Store
 
 TESTS = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from kustomized import MANIFESTS, OVERLAYS, of_kind, overlay
 
-from reflux.components import cluster_environment as asked
+from reflux.components.kubeflow import cluster_environment as asked
 from reflux.pipelines import recipes
 from reflux.pipelines.compile import compile_to_text
 from reflux.pipelines.distillation import distillation

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from kfp.compiler import Compiler, KubernetesManifestOptions
 from toy_stages.pipeline import tea_party
 
-from reflux.pipelines import native_objects, registration
 from reflux.pipelines.__main__ import cli
 from reflux.pipelines.compile import compile_to_text
-from reflux.pipelines.package import Package
+from reflux.pipelines.kubeflow import native_objects, registration
+from reflux.pipelines.kubeflow.package import Package
 
 IMAGE = "registry.test/reflux-python-cpu@sha256:ab"
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from kustomized import MANIFESTS, OVERLAYS, containers, of_kind, overlay, pods
 
-from reflux.components import train_job
+from reflux.components.kubeflow import train_job
 
 PROVIDED = {"reflux-object-store", "mlflow-database"}  # Secrets that people bring: manifests/secrets
 SECRET_NAME = re.compile(r"PASSWORD|SECRET|TOKEN|CREDENTIAL|ACCESS_KEY", re.IGNORECASE)

@@ -15,7 +15,7 @@ from kfp_api_contract import Contract, serving
 from kustomized import containers, of_kind, overlay, pods
 
 from reflux.pipelines import recipes
-from reflux.pipelines.package import of_recipe
+from reflux.pipelines.kubeflow.package import of_recipe
 
 TOKEN = "/var/run/secrets/kubeflow/pipelines/token"
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from kustomized import MANIFESTS, containers, of_kind, overlay, pods
 
-from reflux.pipelines import arguments, recipes, schedule_file
+from reflux.pipelines import recipes
 from reflux.pipelines.compile import compile_to_text
 from reflux.pipelines.distillation import distillation
-from reflux.pipelines.package import Package
+from reflux.pipelines.kubeflow import arguments, schedule_file
+from reflux.pipelines.kubeflow.package import Package
 
 
 def test_the_files() -> None:

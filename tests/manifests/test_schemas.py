@@ -12,10 +12,11 @@ import pytest
 import yaml
 from kustomized import OVERLAYS, of_kind, overlay, secrets
 
-from reflux.pipelines import native_objects, recipes
+from reflux.pipelines import recipes
 from reflux.pipelines.compile import compile_to_text
 from reflux.pipelines.distillation import distillation
-from reflux.pipelines.package import Package
+from reflux.pipelines.kubeflow import native_objects
+from reflux.pipelines.kubeflow.package import Package
 
 KUBERNETES = "1.32"  # the oldest version that is asked for
 CUSTOM = yaml.safe_load((Path(__file__).parents[1] / "data/crds/pipelines.kubeflow.org.yaml").read_text())

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 from import_blocked import HEAVY, without
 
-from reflux.pipelines import embedded_store
 from reflux.pipelines.__main__ import cli
+from reflux.pipelines.store import embedded_store
 
 
 def invoke(*arguments: str | Path) -> Result:

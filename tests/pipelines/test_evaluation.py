@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from tiny_bundle import write_tiny_bundle
 from tiny_model import save_tiny_model
 
-from reflux.components.stored_scheme import stored_scheme
+from reflux.components.bundles.stored_scheme import stored_scheme
 from reflux.pipelines.__main__ import cli
 
 SMALL = ("--windows", "2", "--window-tokens", "64", "--answers", "3", "--latency-tokens", "20")

@@ -16,8 +16,9 @@ from labelled_traces import ANSWERS, trace_row, traces_artifact
 from reflux.components.ingest_labels.formats import plain_rows
 from reflux.components.ingest_labels.known_traces import Traces
 from reflux.components.ingest_labels.resolution import join
-from reflux.pipelines import runs, stores
+from reflux.pipelines import runs
 from reflux.pipelines.__main__ import cli
+from reflux.pipelines.store import stores
 
 ROWS = [trace_row(*item) for item in ANSWERS.items()]
 

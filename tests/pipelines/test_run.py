@@ -15,7 +15,8 @@ import pytest
 import small_run
 
 from reflux.components.storage import S3Settings, Store
-from reflux.pipelines import embedded_store, recipes, runs
+from reflux.pipelines import recipes, runs
+from reflux.pipelines.store import embedded_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

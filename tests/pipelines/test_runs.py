@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from reflux.pipelines import runs, stores
+from reflux.pipelines import runs
+from reflux.pipelines.store import stores
 
 RECORD = runs.RunRecord(
     run="demo-1", recipe="demo", store=stores.StoreRef(kind="directory", uri="/s"), configs={"distill": {"seed": 0}},
@@ -19,7 +20,8 @@ RECORD = runs.RunRecord(
 WORKER = """
 import sys, time
 from pathlib import Path
-from reflux.pipelines import runs, stores
+from reflux.pipelines import runs
+from reflux.pipelines.store import stores
 with runs.claimed(Path(sys.argv[1]), "demo", "sha256:a") as folder:
     store = stores.StoreRef(kind="directory", uri="/s")
     record = runs.RunRecord(run=folder.name, recipe="demo", store=store, configs={}, config_digest="sha256:a")

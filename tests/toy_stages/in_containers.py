@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from reflux.pipelines.container_mounts import view
-from reflux.pipelines.docker_runner import Containers, in_containers
-from reflux.pipelines.local_session import StageResult
-from reflux.pipelines.stores import StoreRef
+from reflux.pipelines.machine.container_mounts import view
+from reflux.pipelines.machine.docker_runner import Containers, in_containers
+from reflux.pipelines.machine.local_session import StageResult
+from reflux.pipelines.store.stores import StoreRef
 from toy_stages.pipeline import party
 
 RUN = "r1"

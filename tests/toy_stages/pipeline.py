@@ -6,8 +6,8 @@ from typing import Any
 from kfp import dsl
 
 from reflux.pipelines.compile import compile_to_text
-from reflux.pipelines.local_session import Runner, StageResult, run_pipeline
-from reflux.pipelines.process_runner import in_processes
+from reflux.pipelines.machine.local_session import Runner, StageResult, run_pipeline
+from reflux.pipelines.machine.process_runner import in_processes
 from toy_stages.brew.component import brew
 from toy_stages.brew.config import BrewConfig
 from toy_stages.pour.component import pour

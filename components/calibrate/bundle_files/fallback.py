@@ -24,8 +24,8 @@ import torch  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 from reflux.components.algorithms.low_bit import full_precision_activations  # noqa: E402
-from reflux.components.bundle import load_bundle, read_quant_config  # noqa: E402
-from reflux.components.outliers import counting_outliers  # noqa: E402
+from reflux.components.bundles.bundle import load_bundle, read_quant_config  # noqa: E402
+from reflux.components.bundles.outliers import counting_outliers  # noqa: E402
 
 
 class Server:

@@ -1,0 +1,252 @@
+"""The delivered bundle: how a trained low-bit student is laid out in files, and how those files become a model again.
+
+    config.json, tokenizer…   the base model's own, with compressed-tensors' quantization_config
+    generation_config.json    the base model's own: how it samples, and the tokens that end an answer
+    model.safetensors         packed codes and scales of every decoder linear (pack-quantized); the rest as it was
+    quant_config.json         the whole quantiser: scheme, per linear and per activation site
+    policy_table.bin          the position table (policy_table.py)
+    runtime/                  these very modules, so that calibrate.py and fallback.py need no installed reflux
+
+A bundle holds the *deployed* weights: they are on the grid and are never rounded again. Master weights ("latent") are
+refused here, since taking one for the other fails silently. Nothing in a bundle executes on load.
+
+Shapes: O outputs, I inputs, G groups, C codes of a group, W packed words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from reflux.components.algorithms.layer_bits import FULL_PRECISION, TERNARY, stored_bits
+from reflux.components.algorithms.low_bit import Scheme, apply_scheme, bits_of_sites, bits_of_weights, decoder_layers
+from reflux.components.algorithms.quantizers import weight_codes, weight_values
+from reflux.components.bundles import policy_table
+from reflux.components.bundles.bundle_digests import require_intact
+
+FORMAT = "reflux-bundle/1"
+WORD_BITS = 32
+WORD_MASK = 2**32 - 1
+
+
+def pack(codes_OI: torch.Tensor, bits: int) -> torch.Tensor:
+    """[O, W] int32, W = ceil(I * bits / 32): compressed-tensors' pack_to_int32.
+
+    Codes are shifted by 2^(bits−1) to be unsigned and laid one after the other, the first in the lowest bits; where
+    `bits` does not divide 32, a code may begin in one word and end in the next.
+    """
+    rows, columns = codes_OI.shape
+    unsigned_OI = nn.functional.pad(codes_OI.to(torch.int64) + 2 ** (bits - 1), (0, -columns % WORD_BITS))
+    unsigned_OGC = unsigned_OI.reshape(rows, -1, WORD_BITS)  # 32 codes fill `bits` words
+    words_OGW = torch.zeros(*unsigned_OGC.shape[:2], bits, dtype=torch.int64)
+    for code, (word, shift) in enumerate(_places(bits)):
+        words_OGW[..., word] |= unsigned_OGC[..., code] << shift & WORD_MASK
+        if shift + bits > WORD_BITS:
+            words_OGW[..., word + 1] |= unsigned_OGC[..., code] >> (WORD_BITS - shift)
+    words_OW = words_OGW.reshape(rows, -1)[:, : -(-columns * bits // WORD_BITS)]
+    return torch.where(words_OW >= 2**31, words_OW - 2**32, words_OW).to(torch.int32)
+
+
+def unpack(words_OW: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """[O, I] int8 codes of `pack`."""
+    words_OW = nn.functional.pad(words_OW.to(torch.int64) & WORD_MASK, (0, -words_OW.shape[1] % bits))
+    words_OGW = words_OW.reshape(len(words_OW), -1, bits)
+    unsigned_OGC = torch.empty(*words_OGW.shape[:2], WORD_BITS, dtype=torch.int64)
+    for code, (word, shift) in enumerate(_places(bits)):
+        unsigned_OGC[..., code] = words_OGW[..., word] >> shift
+        if shift + bits > WORD_BITS:
+            unsigned_OGC[..., code] |= words_OGW[..., word + 1] << (WORD_BITS - shift)
+    unsigned_OI = unsigned_OGC.reshape(len(words_OW), -1)[:, :columns] & (2**bits - 1)
+    return (unsigned_OI - 2 ** (bits - 1)).to(torch.int8)
+
+
+def _places(bits: int) -> list[tuple[int, int]]:
+    """(word, shift) at which each of 32 codes begins."""
+    return [divmod(code * bits, WORD_BITS) for code in range(WORD_BITS)]
+
+
+def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
+    """The tensors of model.safetensors for a model under `scheme`: decoder linears packed, everything else as it is.
+
+    `model` is the trained student (apply_scheme'd, with master weights); codes and scales are those of its own forward.
+    """
+    linears = quantized_bits(model, scheme)
+    tied = model.config.tie_word_embeddings
+    trained = {name: value.detach() for name, value in model.state_dict().items()}
+    state: dict[str, torch.Tensor] = {}
+    for name, value in trained.items():
+        if held_elsewhere(name) or (tied and name == "lm_head.weight"):
+            continue
+        stem = name.removesuffix(".weight")
+        if stem not in linears:
+            state[name] = value.clone()
+            continue
+        clip_OG = trained[f"{stem}.log_clip_OG"]
+        codes_OI, scale_OG = weight_codes(value, linears[stem], scheme.group_size, clip_OG)
+        state[f"{stem}.weight_packed"] = pack(codes_OI, stored_bits(linears[stem]))
+        state[f"{stem}.weight_scale"] = scale_OG.to(torch.float16)
+        state[f"{stem}.weight_shape"] = torch.tensor(value.shape)
+    return state
+
+
+def held_elsewhere(name: str) -> bool:
+    """Whether a parameter of the trained model has no tensor in model.safetensors: the position table has a file of its
+    own, and the clipping of a weight lies in its scales.
+    """
+    return name.startswith("policy.") or name.endswith(".log_clip_OG")
+
+
+def quantized_bits(model: Any, scheme: Scheme) -> dict[str, int]:
+    """Name of each linear layer whose weight is low-bit under `scheme`, or will be -> its bits."""
+    prefix = next(name for name, module in model.named_modules() if module is decoder_layers(model))
+    bits = bits_of_weights(model, scheme)
+    return {name.replace("layers", prefix, 1): n for name, n in bits.items() if n < FULL_PRECISION}
+
+
+def compressed_tensors_config(model: Any, scheme: Scheme) -> dict[str, Any]:
+    """quantization_config of config.json: what compressed-tensors can say of the scheme, which is the weights. A group
+    per bit width: the scheme's own is that of every Linear, others name their layers; those in full precision are
+    ignored. ValueError if no weight is low-bit.
+    """
+    of_linear = {name: stored_bits(bits) for name, bits in quantized_bits(model, scheme).items()}
+    if not of_linear:
+        raise ValueError("compressed-tensors: no weight of the model is low-bit")
+    targets = {scheme.weight_bits: ["Linear"]} if scheme.weight_bits in of_linear.values() else {}
+    for name, bits in of_linear.items():
+        if bits != scheme.weight_bits:
+            targets.setdefault(bits, []).append(name)
+    every = quantized_bits(model, Scheme(weight_bits=2))
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", *(name for name in every if name not in of_linear)],
+        "config_groups": {
+            f"group_{index}": {"targets": targets[bits], "weights": _group(bits, scheme.group_size)}
+            for index, bits in enumerate(targets)
+        },
+    }
+
+
+def _group(bits: int, group_size: int) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "type": "int",
+        "strategy": "group",
+        "group_size": group_size,
+        "symmetric": True,
+        "dynamic": False,
+    }
+
+
+def quant_config(model: Any, scheme: Scheme, thresholds: dict[str, float], fallback_share: float) -> dict[str, Any]:
+    """The content of quant_config.json. `thresholds`: site that rounds -> |x| above which a token counts as an outlier
+    there.
+    """
+    weights = {
+        name: {
+            "bits": stored_bits(bits),
+            "codes": "ternary" if bits == TERNARY else "integer",
+            "group_size": scheme.group_size,
+            "zero_point": 0,
+            "scale": f"{name}.weight_scale",
+        }
+        for name, bits in quantized_bits(model, scheme).items()
+    }
+    scales_SP2 = model.policy.scales() if model.policy is not None else None
+    of_site = bits_of_sites(model, scheme)
+    sites = {
+        site: {"bits": of_site[site], "outlier_threshold": threshold}
+        | (
+            {}
+            if scales_SP2 is None
+            else {
+                "scale_main": scales_SP2[model.policy.index[site], :, 0].tolist(),
+                "scale_outlier": scales_SP2[model.policy.index[site], :, 1].tolist(),
+            }
+        )
+        for site, threshold in thresholds.items()
+    }
+    return {
+        "format": FORMAT,
+        "checkpoint": "deployed",
+        "scheme": scheme.as_json(),
+        "scheme_sha256": scheme.digest(),
+        "position_knots": list(model.policy.knots) if model.policy is not None else [],
+        "fallback_outlier_share": fallback_share,
+        "weights": weights,
+        "activations": sites,
+    }
+
+
+def read_quant_config(folder: Path) -> dict[str, Any]:
+    """quant_config.json of a bundle. ValueError if the folder is no bundle, of another format, or not deployed
+    weights.
+    """
+    path = folder / "quant_config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder}: is no bundle, it has no quant_config.json")
+    config = json.loads(path.read_text())
+    if config.get("format") != FORMAT:
+        raise ValueError(f"{path}: format {config.get('format')!r}, this reflux reads {FORMAT}")
+    if config.get("checkpoint") != "deployed":
+        raise ValueError(
+            f"{path}: checkpoint {config.get('checkpoint')!r}, a bundle holds deployed weights, not latent ones"
+        )
+    return config
+
+
+def read_scheme(folder: Path) -> Scheme:
+    """How the bundle's model is quantised. ValueError if the scheme does not have the digest that is recorded with
+    it.
+    """
+    config = read_quant_config(folder)
+    scheme = Scheme.from_json(config["scheme"])
+    if scheme.digest() != config["scheme_sha256"]:
+        raise ValueError(f"{folder}/quant_config.json: scheme_sha256 is not that of the scheme beside it")
+    return scheme
+
+
+def load_bundle(folder: Path) -> Any:
+    """The deployed model of a bundle, in eval mode: weights from the packed codes, activations rounded as in
+    training.
+    """
+    scheme, weights = read_scheme(folder), read_quant_config(folder)["weights"]
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # read here, not by transformers
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    missing = set(model.state_dict()) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        if (file.metadata() or {}).get("checkpoint") == "latent":
+            raise ValueError(f"{folder}/model.safetensors: holds latent master weights, not deployed ones")
+        state = dict(dequantized(file, {name: entry["bits"] for name, entry in weights.items()}))
+    if missing != state.keys():
+        raise ValueError(
+            f"{folder}/model.safetensors: does not fit config.json; differing: {sorted(missing ^ state.keys())[:3]}"
+        )
+    require_intact(folder, read_quant_config(folder).get("files", {}))  # none in a bundle from before they were kept
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    policy = policy_table.decode((folder / "policy_table.bin").read_bytes()) if scheme.needs_policy else None
+    return apply_scheme(model, scheme, policy, on_the_grid=True).eval().requires_grad_(False)
+
+
+def dequantized(file: Any, bits: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of every parameter in model.safetensors; `bits` of the packed ones are by linear layer."""
+    for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
+        if name.endswith(".weight_packed"):
+            stem = name.removesuffix(".weight_packed")
+            columns = file.get_tensor(f"{stem}.weight_shape")[1].item()
+            codes_OI = unpack(file.get_tensor(name), bits[stem], columns)
+            yield f"{stem}.weight", weight_values(codes_OI, file.get_tensor(f"{stem}.weight_scale").float())
+        elif not name.endswith((".weight_scale", ".weight_shape")):
+            yield name, file.get_tensor(name)

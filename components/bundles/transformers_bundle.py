@@ -1,0 +1,145 @@
+"""A bundle through transformers' own door: `from_pretrained` gives the dual-scale low-bit forward.
+
+    from reflux.components.bundles.transformers_bundle import low_bit_config
+
+    model = AutoModelForCausalLM.from_pretrained(bundle, config=low_bit_config(bundle), dtype=torch.float32)
+
+config.json of a bundle names compressed-tensors, so that runtimes without reflux load the weights; that schema has no
+words for two scales or for a position table. The configuration made here names the quantiser "reflux" instead, which
+this module registers. `forward="simulated"` rounds in floating point, as in training. `forward="deployed"` multiplies
+codes with torch's CPU kernels (algorithms/cpu_kernels.py) and never holds a restored weight.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from reflux.components.algorithms.cpu_kernels import (
+    INT4_BITS,
+    INT4_GROUPS,
+    CodedWeight,
+    use_int4_kernels,
+    use_integer_kernels,
+)
+from reflux.components.algorithms.low_bit import apply_scheme
+from reflux.components.bundles import policy_table
+from reflux.components.bundles.bundle import dequantized, read_quant_config, read_scheme, unpack
+from reflux.components.bundles.bundle_digests import require_intact
+
+METHOD = "reflux"
+FORWARDS = ("simulated", "deployed")
+STORED = r"\.weight_(packed|scale|shape|zero_point)$"
+"""Tensors of a bundle that no module of transformers' skeleton has."""
+
+
+def low_bit_config(folder: str | Path, forward: str = "simulated") -> Any:
+    """The model's configuration, for `from_pretrained(folder, config=…)`. ValueError if the folder is no bundle that
+    can be read, or `forward` is not one of FORWARDS.
+    """
+    if forward not in FORWARDS:
+        raise ValueError(f"forward {forward!r}: allowed are {FORWARDS}")
+    folder = Path(folder)
+    read_scheme(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config.quantization_config = {"quant_method": METHOD, "folder": str(folder), "forward": forward}
+    return config
+
+
+def require_kernels(folder: Path) -> None:
+    """ValueError that says why the bundle has no forward "deployed", as far as its description tells."""
+    config, scheme = read_quant_config(folder), read_scheme(folder)
+    if not config["weights"]:
+        raise ValueError(f"{folder}: its weights are in full precision, which no low-bit kernel multiplies")
+    if any(entry["zero_point"] != 0 for entry in config["weights"].values()):
+        raise ValueError(
+            f"{folder}: its weights have zero points, and the low-bit kernels multiply symmetric codes alone"
+        )
+    bits = max(entry["bits"] for entry in config["weights"].values())
+    if not scheme.quantizes_activations and (bits > INT4_BITS or scheme.group_size not in INT4_GROUPS):
+        raise ValueError(
+            f"{folder}: weights of {bits} bits in groups of {scheme.group_size} beside full-precision activations have "
+            f"no kernel on a CPU; up to {INT4_BITS} bits in groups of {INT4_GROUPS} have"
+        )
+
+
+def load_deployed(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The bundle on low-bit kernels, in eval mode; what is not low-bit computes in `dtype`. ValueError if it has no
+    kernels.
+    """
+    require_kernels(folder)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=low_bit_config(folder, "deployed"), dtype=dtype, local_files_only=True
+    )
+
+
+@register_quantization_config(METHOD)
+class BundleQuantizationConfig(QuantizationConfigMixin):
+    """Where the bundle lies, and which forward it gets."""
+
+    def __init__(self, folder: str, forward: str = "simulated", **_: Any) -> None:
+        self.quant_method, self.folder, self.forward = METHOD, folder, forward
+
+
+@register_quantizer(METHOD)
+class BundleQuantizer(HfQuantizer):
+    """Leaves the decoder's linears without weights while transformers loads everything else, and fills them then."""
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        for name in read_quant_config(Path(self.quantization_config.folder))["weights"]:
+            model.get_submodule(name).register_parameter("weight", None)
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), STORED}
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        folder = Path(self.quantization_config.folder)
+        fill = _deployed if self.quantization_config.forward == "deployed" else _simulated
+        require_intact(folder, read_quant_config(folder).get("files", {}))
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            return fill(model, folder, file).requires_grad_(False)
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    def is_serializable(self) -> bool:
+        return False
+
+
+def _simulated(model: Any, folder: Path, file: Any) -> Any:
+    scheme = read_scheme(folder)
+    bits = {name: entry["bits"] for name, entry in read_quant_config(folder)["weights"].items()}
+    for name, value in dequantized(file, bits):
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, nn.Linear) and module.weight is None:
+            module.weight = nn.Parameter(value.to(model.dtype), requires_grad=False)
+    return apply_scheme(model, scheme, _policy(folder), on_the_grid=True)
+
+
+def _deployed(model: Any, folder: Path, file: Any) -> Any:
+    require_kernels(folder)
+    config, scheme = read_quant_config(folder), read_scheme(folder)
+    weights = {name: _coded(file, name, entry) for name, entry in config["weights"].items()}
+    if not scheme.quantizes_activations:
+        return use_int4_kernels(model, weights, model.dtype)
+    site_bits = {site: entry["bits"] for site, entry in config["activations"].items()}
+    return use_integer_kernels(model, weights, site_bits, scheme.activation, _policy(folder))
+
+
+def _coded(file: Any, name: str, entry: dict[str, Any]) -> CodedWeight:
+    columns = file.get_tensor(f"{name}.weight_shape")[1].item()
+    codes_OI = unpack(file.get_tensor(f"{name}.weight_packed"), entry["bits"], columns)
+    return CodedWeight(
+        bits=entry["bits"], codes_OI=codes_OI, scale_OG=file.get_tensor(f"{name}.weight_scale").to(torch.float32)
+    )
+
+
+def _policy(folder: Path) -> Any:
+    scheme = read_scheme(folder)
+    return policy_table.decode((folder / "policy_table.bin").read_bytes()) if scheme.needs_policy else None

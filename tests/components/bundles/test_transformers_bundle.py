@@ -1,0 +1,138 @@
+"""A bundle through `from_pretrained`: the imitated forward to the bit, the deployed one beside it, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_bundle import write_tiny_bundle
+from transformers import AutoModelForCausalLM
+
+from reflux.components.algorithms.cpu_kernels import Int4Linear, IntegerLinear
+from reflux.components.algorithms.low_bit import full_precision_activations
+from reflux.components.bundles.bundle import load_bundle, unpack
+from reflux.components.bundles.transformers_bundle import low_bit_config
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "w4a4_dual": {},
+    "w4a8_plain": {"activation_bits": 8, "activation": "plain"},
+    "w8a8_dual": {"weight_bits": 8, "activation_bits": 8},
+    "w4a16": {"activation_bits": 16},
+    "mixed": {"exceptions": ("down_*=8", "layers.0.mlp_in=16", "v_proj=3")},
+    "w2.79a8": {"activation_bits": 8, "activation": "plain", "exceptions": ("layers.*[02468].*_proj=ternary",)},
+}
+
+
+@pytest.fixture(scope="module")
+def bundles(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bundles")
+    return {name: write_tiny_bundle(folder / name, tiny_model, **options) for name, options in SCHEMES.items()}
+
+
+def from_pretrained(folder: Path, forward: str, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, config=low_bit_config(folder, forward), dtype=dtype)
+
+
+@torch.no_grad()
+def logprobs(model: Any) -> torch.Tensor:
+    ids = torch.randint(3, 259, (2, 20), generator=torch.Generator().manual_seed(0))
+    logits = model(ids, position_ids=torch.arange(20).expand(2, -1)).logits
+    return logits.float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_from_pretrained_gives_the_bundles_forward(bundles: dict[str, Path], scheme: str) -> None:
+    model = from_pretrained(bundles[scheme], "simulated")
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+    assert torch.equal(logprobs(model), logprobs(load_bundle(bundles[scheme])))
+
+
+@pytest.mark.parametrize("scheme", ["w4a4_dual", "w4a8_plain", "w8a8_dual", "mixed"])
+def test_the_deployed_forward_is_the_imitated_one_in_integers(bundles: dict[str, Path], scheme: str) -> None:
+    deployed, imitated = from_pretrained(bundles[scheme], "deployed"), load_bundle(bundles[scheme])
+    assert sum(isinstance(m, IntegerLinear) for m in deployed.modules()) == 2 * 7
+    # one value on the edge between two codes moves those of the layers after it; products are equal by themselves
+    assert (logprobs(deployed) - logprobs(imitated)).abs().mean() < 5e-3
+    with full_precision_activations(deployed), full_precision_activations(imitated):
+        torch.testing.assert_close(logprobs(deployed), logprobs(imitated), rtol=0, atol=1e-3)
+
+
+def test_four_bit_weights_alone_are_deployed_as_four_bits(bundles: dict[str, Path]) -> None:
+    imitated = logprobs(load_bundle(bundles["w4a16"]))
+    exact = from_pretrained(bundles["w4a16"], "deployed")
+    assert sum(isinstance(m, Int4Linear) for m in exact.modules()) == 2 * 7
+    torch.testing.assert_close(logprobs(exact), imitated, rtol=0, atol=1e-4)
+    short = from_pretrained(bundles["w4a16"], "deployed", torch.bfloat16)
+    assert short.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert (logprobs(short) - imitated).abs().mean() < 0.02
+
+
+@pytest.mark.parametrize("forward", ["simulated", "deployed"])
+def test_it_answers_by_itself(bundles: dict[str, Path], forward: str) -> None:
+    model = from_pretrained(bundles["w4a4_dual"], forward)
+    asked = torch.tensor([[1, 40, 50, 60]])
+    settings = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(asked)}
+    assert torch.equal(model.generate(asked, **settings), load_bundle(bundles["w4a4_dual"]).generate(asked, **settings))
+
+
+def test_another_forward_and_no_bundle_are_refused(bundles: dict[str, Path], tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match=r"forward 'fast': allowed are \('simulated', 'deployed'\)"):
+        low_bit_config(bundles["w4a4_dual"], "fast")
+    with pytest.raises(ValueError, match=r"is no bundle, it has no quant_config\.json"):
+        low_bit_config(tiny_model)
+
+
+def test_zero_points_have_no_kernel(bundles: dict[str, Path], tiny_model: Path, tmp_path: Path) -> None:
+    folder = write_tiny_bundle(tmp_path / "bundle", tiny_model)
+    config = json.loads((folder / "quant_config.json").read_text())
+    for entry in config["weights"].values():
+        entry["zero_point"] = "elsewhere"
+    (folder / "quant_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="have zero points, and the low-bit kernels multiply symmetric codes alone"):
+        from_pretrained(folder, "deployed")
+
+
+def test_full_precision_weights_have_nothing_to_deploy(tiny_model: Path, tmp_path: Path) -> None:
+    folder = write_tiny_bundle(tmp_path / "bundle", tiny_model, weight_bits=16, activation="plain")
+    assert logprobs(from_pretrained(folder, "simulated")).isfinite().all()
+    with pytest.raises(ValueError, match="its weights are in full precision"):
+        from_pretrained(folder, "deployed")
+
+
+def test_a_full_precision_weight_behind_rounded_activations_has_no_integer_product(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    options = {"exceptions": ("o_proj=16", "layers.0.o_in=16")}
+    folder = write_tiny_bundle(tmp_path / "bundle", tiny_model, **options)
+    assert torch.equal(logprobs(from_pretrained(folder, "simulated")), logprobs(load_bundle(folder)))
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.o_proj has its weight in full precision"):
+        from_pretrained(folder, "deployed")
+
+
+@torch.no_grad()
+def test_ternary_layers_run_on_integers_too(bundles: dict[str, Path]) -> None:
+    deployed, imitated = from_pretrained(bundles["w2.79a8"], "deployed"), load_bundle(bundles["w2.79a8"])
+    for name, linear in deployed.named_modules():
+        if isinstance(linear, IntegerLinear):
+            assert torch.equal(linear.weight, imitated.get_submodule(name).weight)
+    # sums in another order: a value beside the middle of two codes crosses it here, and a row of logits moves
+    assert (logprobs(deployed) - logprobs(imitated)).abs().mean() < 5e-3
+
+
+def test_ternary_codes_lie_as_two_bits_and_say_so(bundles: dict[str, Path]) -> None:
+    described = json.loads((bundles["w2.79a8"] / "quant_config.json").read_text())["weights"]
+    ternary = {name for name, entry in described.items() if entry["codes"] == "ternary"}
+    assert ternary == {name for name in described if name.startswith("model.layers.0.")}
+    assert {described[name]["bits"] for name in ternary} == {2}
+    stored = load_file(bundles["w2.79a8"] / "model.safetensors")
+    for name in ternary:
+        rows, columns = stored[f"{name}.weight_shape"].tolist()
+        assert stored[f"{name}.weight_packed"].shape == (rows, columns * 2 // 32)
+        assert unpack(stored[f"{name}.weight_packed"], 2, columns).unique().tolist() == [-1, 0, 1]
+    groups = json.loads((bundles["w2.79a8"] / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert {group["weights"]["num_bits"]: len(group["targets"]) for group in groups.values()} == {4: 1, 2: 7}

@@ -1,0 +1,89 @@
+"""Each scheme goes its whole way on the tiny model: distilled, calibrated, evaluated, and known by its bundle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_chain
+from stage_writers import writer_for
+from tiny_chain import Chain
+
+from reflux.components.bundles.bundle import compressed_tensors_config, load_bundle, read_quant_config, read_scheme
+from reflux.components.bundles.policy_table import decode
+from reflux.components.calibrate import stage as calibrate
+from reflux.components.calibrate.config import CalibrateConfig
+from reflux.components.evaluate import stage as evaluate
+from reflux.components.evaluate.config import EvaluateConfig
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "w4a4": {},
+    "w4a8": {"activation_bits": 8},
+    "w8a8": {"weight_bits": 8, "activation_bits": 8, "activation": "plain"},
+    "w2.79a8": {"activation_bits": 8, "exceptions": ["layers.*[02468].*_proj=ternary"]},
+    "w4a16": {"activation_bits": 16},
+    "w4a4 down at 8": {"exceptions": ["down_proj=8", "down_in=8", "layers.1.*.q_proj=16"]},
+}
+SMALL = {"windows": 2, "window_tokens": 32, "generations": 1, "generation_tokens": 2, "latency_tokens": 20}
+
+
+@pytest.fixture(scope="module")
+def chain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    return tiny_chain.make(tmp_path_factory.mktemp("chain"), tiny_model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_scheme_goes_its_whole_way(name: str, chain: Chain, tmp_path: Path) -> None:
+    options = SCHEMES[name]
+    student = chain.distilled(max_steps=2, on_policy_fraction=0.0, group_size=32, **options)
+    model = str(chain.model)
+    parents = {"student": student, "profile": chain.profile, "traces": chain.traces}
+    freezing = CalibrateConfig(student_uri=model, check_traces=2)
+    writer = writer_for(tmp_path, "calibrate", freezing, **parents)
+    bundle = writer.commit(calibrate.run(freezing, **parents, bundle=writer))
+    judging = EvaluateConfig(teacher=model, student_uri=model, **SMALL)
+    writer = writer_for(tmp_path, "evaluate", judging, bundle=bundle, **parents)
+    scores = writer.commit(evaluate.run(judging, bundle=bundle, **parents, scores=writer))
+
+    bits = (options.get("weight_bits", 4), options.get("activation_bits", 4))
+    rows = {row["role"]: row for row in json.loads(scores.file("metrics.json"))["table"]}
+    assert rows["distilled"]["scheme"] == f"w{bits[0]}a{bits[1]}_distilled"
+    assert rows["distilled"]["quantizer_digest"] == rows["undistilled"]["quantizer_digest"]
+    bundle.download_all("", tmp_path / "bundle")
+    scheme = read_scheme(tmp_path / "bundle")
+    assert scheme.exceptions == tuple(options.get("exceptions", []))
+    assert rows["distilled"]["quantizer_digest"] == scheme.digest()
+    assert (load_bundle(tmp_path / "bundle").policy is not None) == scheme.needs_policy
+
+
+def test_exceptions_arrive_in_every_file_of_a_bundle(chain: Chain, tmp_path: Path) -> None:
+    exceptions = SCHEMES["w4a4 down at 8"]["exceptions"]
+    student = chain.distilled(warmup_steps=0, max_steps=1, on_policy_fraction=0.0, exceptions=exceptions)
+    parents = {"student": student, "profile": chain.profile, "traces": chain.traces}
+    config = CalibrateConfig(student_uri=str(chain.model), check_traces=2)
+    writer = writer_for(tmp_path, "calibrate", config, **parents)
+    writer.commit(calibrate.run(config, **parents, bundle=writer)).download_all("", tmp_path / "bundle")
+
+    described = read_quant_config(tmp_path / "bundle")
+    assert "model.layers.1.self_attn.q_proj" not in described["weights"]
+    assert {name: entry["bits"] for name, entry in described["weights"].items() if entry["bits"] != 4} == {
+        "model.layers.0.mlp.down_proj": 8, "model.layers.1.mlp.down_proj": 8,
+    }  # fmt: skip
+    assert {site: entry["bits"] for site, entry in described["activations"].items() if entry["bits"] != 4} == {
+        "layers.0.down_in": 8, "layers.1.down_in": 8,
+    }  # fmt: skip
+    said = json.loads((tmp_path / "bundle" / "config.json").read_text())["quantization_config"]
+    assert said == compressed_tensors_config(load_bundle(tmp_path / "bundle"), read_scheme(tmp_path / "bundle"))
+    assert said["ignore"] == ["lm_head", "model.layers.1.self_attn.q_proj"]
+    groups = said["config_groups"]
+    assert (groups["group_0"]["targets"], groups["group_0"]["weights"]["num_bits"]) == (["Linear"], 4)
+    eight = ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"]
+    assert (groups["group_1"]["targets"], groups["group_1"]["weights"]["num_bits"]) == (eight, 8)
+
+    profiled, learned = decode(chain.profile.file("policy_table.bin")), decode(student.file("policy_table.bin"))
+    ratio_SP = learned.scales()[..., 0] / profiled.scales()[..., 0]
+    for site, at in profiled.index.items():  # one step moves scales by less than a hundredth
+        assert ratio_SP[at].mean() == pytest.approx(7 / 127 if site.endswith("down_in") else 1, rel=0.02)
