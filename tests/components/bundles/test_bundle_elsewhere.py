@@ -109,4 +109,4 @@ def test_the_scripts_work_in_an_empty_environment(tiny_model: Path, tmp_path: Pa
     assert json.loads(alone("fallback.py", "Why?").splitlines()[-1])["answered"]
     alone("calibrate.py", "queries.txt", "--report", "report.json")
     assert json.loads((bundle / "report.json").read_text())["queries"] == 2
-    alone("-c", "import sys; sys.path.insert(0, 'runtime'); from reflux.components import transformers_bundle")
+    alone("-c", "import sys; sys.path.insert(0, 'runtime'); from reflux.components.bundles import transformers_bundle")
