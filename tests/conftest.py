@@ -11,8 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
-import seaweed
-import swift_server
+from servers import seaweed, swift_server
 from tiny_model import save_tiny_model
 
 from reflux.components.storage import S3Settings, Store

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reflux.components.algorithms.losses import (
-    OBJECTIVES,
+    DISTRIBUTION_OBJECTIVES,
     beta_jsd,
     cross_entropy,
     forward_kl,
@@ -19,9 +19,9 @@ from reflux.components.algorithms.losses import (
 )
 from reflux.kernels.topk_kl import bucketed
 
-EVERY = pytest.mark.parametrize("name", sorted(OBJECTIVES))
+EVERY = pytest.mark.parametrize("name", sorted(DISTRIBUTION_OBJECTIVES))
 BETAS = pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9])
-DIVERGENCES = pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - {"cross_entropy"}))
+DIVERGENCES = pytest.mark.parametrize("name", sorted(DISTRIBUTION_OBJECTIVES.keys() - {"cross_entropy"}))
 
 
 def log_probs(rows: int, columns: int, seed: int, spread: float = 3.0) -> torch.Tensor:
@@ -57,7 +57,7 @@ def literal(name: str, student: list[float], teacher: list[float], parameter: fl
 @BETAS
 def test_equals_a_literal_loop(name: str, beta: float):
     student_NV, teacher_NV = log_probs(6, 17, 0), log_probs(6, 17, 1)
-    found_N = OBJECTIVES[name](student_NV, teacher_NV, beta)
+    found_N = DISTRIBUTION_OBJECTIVES[name](student_NV, teacher_NV, beta)
     for n in range(6):
         expected = literal(name, student_NV[n].double().exp().tolist(), teacher_NV[n].double().exp().tolist(), beta)
         assert found_N[n].item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -67,7 +67,7 @@ def test_equals_a_literal_loop(name: str, beta: float):
 @BETAS
 def test_is_zero_between_equals_and_never_negative(name: str, beta: float):
     student_NV, teacher_NV = log_probs(300, 40, 2, spread=8), log_probs(300, 40, 3, spread=8)
-    objective = OBJECTIVES[name]
+    objective = DISTRIBUTION_OBJECTIVES[name]
     assert objective(student_NV, student_NV, beta).abs().max() < 1e-6
     assert objective(student_NV, teacher_NV, beta).min() >= 0
     nearly_NV = (student_NV + 1e-4 * torch.randn(300, 40)).log_softmax(-1)
@@ -81,7 +81,7 @@ def test_gradient_is_finite_and_vanishes_between_equals(name: str, beta: float):
     own_NV = logits_NV.detach().log_softmax(-1)
     for teacher_NV, vanishes in ((own_NV, True), (log_probs(5, 30, 5, spread=8), False)):
         (gradient_NV,) = torch.autograd.grad(
-            OBJECTIVES[name](logits_NV.log_softmax(-1), teacher_NV, beta).sum(), logits_NV
+            DISTRIBUTION_OBJECTIVES[name](logits_NV.log_softmax(-1), teacher_NV, beta).sum(), logits_NV
         )
         assert gradient_NV.isfinite().all()
         assert (gradient_NV.abs().max() < 1e-5) == vanishes
@@ -91,7 +91,7 @@ def test_gradient_is_finite_and_vanishes_between_equals(name: str, beta: float):
 def test_gradient_by_finite_differences(name: str):
     logits_NV = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(6), requires_grad=True)
     teacher_NV = log_probs(2, 5, 7).double()
-    assert torch.autograd.gradcheck(lambda x: OBJECTIVES[name](x.log_softmax(-1), teacher_NV, 0.3), logits_NV)
+    assert torch.autograd.gradcheck(lambda x: DISTRIBUTION_OBJECTIVES[name](x.log_softmax(-1), teacher_NV, 0.3), logits_NV)
 
 
 def test_the_ends_of_beta_are_the_scaled_limits():
@@ -113,10 +113,10 @@ def test_tokens_impossible_for_both_add_nothing(name: str, beta: float):
     logits_NV = torch.randn(4, 6, generator=torch.Generator().manual_seed(10), requires_grad=True)
     teacher_NV = log_probs(4, 6, 11)
     nowhere_N2 = torch.full((4, 2), -torch.inf)
-    wide = OBJECTIVES[name](
+    wide = DISTRIBUTION_OBJECTIVES[name](
         torch.cat([logits_NV, nowhere_N2], -1).log_softmax(-1), torch.cat([teacher_NV, nowhere_N2], -1), beta
     )
-    narrow = OBJECTIVES[name](logits_NV.log_softmax(-1), teacher_NV, beta)
+    narrow = DISTRIBUTION_OBJECTIVES[name](logits_NV.log_softmax(-1), teacher_NV, beta)
     torch.testing.assert_close(wide, narrow)
     (wide_NV,), (narrow_NV,) = (torch.autograd.grad(v.sum(), logits_NV, retain_graph=True) for v in (wide, narrow))
     torch.testing.assert_close(wide_NV, narrow_NV)
@@ -169,7 +169,7 @@ def test_a_support_that_is_not_covered_costs_infinitely_much():
 def test_finite_where_probabilities_underflow_in_bfloat16(name: str, beta: float):
     gap = torch.tensor([[0.0, -300.0, -1e4], [0.0, -1e4, -300.0]], dtype=torch.bfloat16)
     student_logits = gap.clone().requires_grad_()
-    found_N = OBJECTIVES[name](log_probabilities(student_logits, 3), log_probabilities(gap.flip(0), 3), beta)
+    found_N = DISTRIBUTION_OBJECTIVES[name](log_probabilities(student_logits, 3), log_probabilities(gap.flip(0), 3), beta)
     assert found_N.dtype == torch.float32
     assert found_N.isfinite().all()
     assert torch.autograd.grad(found_N.sum(), student_logits)[0].isfinite().all()
@@ -187,8 +187,8 @@ def test_a_probability_that_underflows_against_an_impossible_token_is_not_nan():
 def test_buckets_lose_information_and_the_whole_vocabulary_loses_none(name: str, beta: float, k: int):
     student_NV, teacher_NV = log_probs(40, 32, 12), log_probs(40, 32, 13)
     kept_NK = teacher_NV.topk(k).indices
-    full_N = OBJECTIVES[name](student_NV, teacher_NV, beta)
-    cut_N = OBJECTIVES[name](bucketed(student_NV, kept_NK), bucketed(teacher_NV, kept_NK), beta)
+    full_N = DISTRIBUTION_OBJECTIVES[name](student_NV, teacher_NV, beta)
+    cut_N = DISTRIBUTION_OBJECTIVES[name](bucketed(student_NV, kept_NK), bucketed(teacher_NV, kept_NK), beta)
     assert (cut_N <= full_N + 1e-5).all()
     if k >= 31:  # a tail of one token is that token
         torch.testing.assert_close(cut_N, full_N, rtol=1e-4, atol=1e-6)
@@ -204,7 +204,7 @@ def test_gradient_through_buckets(name: str, k: int):
     kept_NK = teacher_NV.topk(k).indices
     teacher_NB = bucketed(teacher_NV, kept_NK)
     assert torch.autograd.gradcheck(
-        lambda x: OBJECTIVES[name](bucketed(x.log_softmax(-1), kept_NK), teacher_NB, 0.3), logits_NV
+        lambda x: DISTRIBUTION_OBJECTIVES[name](bucketed(x.log_softmax(-1), kept_NK), teacher_NB, 0.3), logits_NV
     )
 
 
@@ -233,7 +233,7 @@ def test_views_are_as_good_as_copies(name: str, rows: int):
     for teacher_NV in (across_VN.T, log_probs(1, 13, 22).expand(rows, -1)):
         views = wide_NV[:, ::2], teacher_NV
         found, expected = (
-            OBJECTIVES[name](student_NV, teacher_NV, 0.3)
+            DISTRIBUTION_OBJECTIVES[name](student_NV, teacher_NV, 0.3)
             for student_NV, teacher_NV in (views, tuple(view.contiguous() for view in views))
         )
         torch.testing.assert_close(found, expected)

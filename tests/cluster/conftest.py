@@ -10,9 +10,9 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 
 import docker
-import dockerd
 import pytest
 from docker import DockerClient
+from servers import dockerd
 
 from reflux.components.declare import IMAGE
 

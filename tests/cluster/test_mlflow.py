@@ -8,11 +8,9 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import browser
-import mlflow_server
 import pytest
-import seaweed
 from kustomized import containers, of_kind, overlay, pods
+from servers import browser, mlflow_server, seaweed
 
 from reflux.components import __main__ as entry
 from reflux.components import tracking

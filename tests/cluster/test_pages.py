@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import browser
 import finished_run
 import pytest
 import tiny_chain
-from browser import Window
 from click.testing import CliRunner
+from servers import browser
+from servers.browser import Window
 from stage_writers import writer_for
 
 from reflux.components.calibrate import stage as calibrate

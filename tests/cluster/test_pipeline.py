@@ -15,14 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import fault_proxy
-import mlflow_server
 import pytest
-import seaweed
 import small_run
 from docker import DockerClient
 from docker.models.containers import Container
 from mlflow import MlflowClient
+from servers import fault_proxy, mlflow_server, seaweed
 
 from reflux.components.storage import S3Settings, Store
 from reflux.pipelines import recipes, runs

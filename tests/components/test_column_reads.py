@@ -6,12 +6,11 @@ import uuid
 from collections.abc import Iterator
 
 import attempts
-import fault_proxy
 import numpy as np
 import pyarrow as pa
 import pytest
-import seaweed
-from fault_proxy import Proxy
+from servers import fault_proxy, seaweed
+from servers.fault_proxy import Proxy
 
 from reflux.components import artifacts, column_reads, tables
 from reflux.components.artifacts import Artifact, ArtifactError

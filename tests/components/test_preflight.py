@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import openai_server
 import pytest
+from servers import openai_server
 from stage_writers import writer_for
 
 from reflux.components import preflight

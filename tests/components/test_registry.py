@@ -9,9 +9,9 @@ from pathlib import Path
 from threading import Barrier
 from typing import Any
 
-import kfp_plugin
 import pytest
 from registered_bundles import MODEL, register
+from servers import kfp_plugin
 
 from reflux.components import __main__ as entry
 from reflux.components import registry

@@ -10,9 +10,9 @@ from pathlib import Path
 from threading import Barrier
 from typing import Any
 
-import kfp_plugin
 import pytest
-from kfp_plugin import JOB
+from servers import kfp_plugin
+from servers.kfp_plugin import JOB
 
 from reflux.components import __main__ as entry
 from reflux.components import run_tree, tracking

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import seaweed
+from servers import seaweed
 
 from reflux.components import sources
 from reflux.components.model_files import require_model_files

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import attempts
 import pytest
-import seaweed
+from servers import seaweed
 
 from reflux.components import storage
 from reflux.components.storage import S3Settings, Store, StoreError

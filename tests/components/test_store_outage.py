@@ -12,11 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import attempts
-import fault_proxy
 import pytest
-import seaweed
 import tiny_chain
-from fault_proxy import Fault, Proxy
+from servers import fault_proxy, seaweed
+from servers.fault_proxy import Fault, Proxy
 
 from reflux.components import __main__ as entry
 from reflux.components import artifacts

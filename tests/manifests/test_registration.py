@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kfp_api_contract import Contract, serving
 from kustomized import containers, of_kind, overlay, pods
+from servers.kfp_api_contract import Contract, serving
 
 from reflux.pipelines import recipes
 from reflux.pipelines.kubeflow.package import of_recipe

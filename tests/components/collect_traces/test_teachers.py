@@ -10,10 +10,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import openai_server
 import pytest
 import torch
-from openai_server import Fault, OpenAIServer
+from servers import openai_server
+from servers.openai_server import Fault, OpenAIServer
 from stage_writers import writer_for
 
 from reflux.components.artifacts import Artifact

@@ -24,7 +24,7 @@ from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.distribution_columns import topk_columns
 from reflux.components.distill.config import DistillConfig
 from reflux.components.distill.examples import require_usable, training_examples
-from reflux.components.distill.stored import SampledTeacher
+from reflux.components.distill.stored import StoredDraws
 from reflux.components.models import kv_shape, load_model, load_tokenizer
 
 PROMPTS = [{"prompt_id": f"p{i}", "prompt": f"What is {i} and {'more ' * i}?"} for i in range(9)]  # 0 and 7 held out
@@ -71,7 +71,7 @@ def test_the_loss_over_draws_is_the_forward_kl_of_the_live_teacher(
     model, tokenizer = load_model(tiny_model), load_tokenizer(tiny_model)
     exact, estimated = [], []
     for sequence in training_examples(collect(trace_store="sampled", top_k=3000), 256).values():
-        assert isinstance(sequence.teacher, SampledTeacher)
+        assert isinstance(sequence.teacher, StoredDraws)
         logits_TP = model(input_ids=torch.tensor([sequence.token_ids])).logits[0, sequence.first_scored - 1 : -1]
         teacher_TV = log_probabilities(logits_TP, len(tokenizer))
         student_TV = log_probabilities(logits_TP.roll(1, -1) * 0.7, len(tokenizer))

@@ -20,7 +20,7 @@ from reflux.components.distill.config import DistillConfig
 from reflux.components.distill.examples import Sequence
 from reflux.components.distill.objective import DistillationLoss
 from reflux.components.distill.observed import Observed
-from reflux.components.distill.stored import SparseTeacher
+from reflux.components.distill.stored import StoredBuckets
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def sequences(stored: bool) -> list[Sequence]:
         ids_TK = torch.stack([torch.randperm(250, generator=generator)[:5] for _ in range(plain.scored)])
         logprobs_TB = torch.randn(plain.scored, 6, generator=generator).log_softmax(-1)
         found.append(
-            replace(plain, teacher=SparseTeacher(token_ids_TK=ids_TK, logprobs_TB=logprobs_TB)) if stored else plain
+            replace(plain, teacher=StoredBuckets(token_ids_TK=ids_TK, logprobs_TB=logprobs_TB)) if stored else plain
         )
     return found
 

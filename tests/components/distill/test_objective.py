@@ -23,7 +23,7 @@ from reflux.components.distill.config import DistillConfig
 from reflux.components.distill.examples import Sequence
 from reflux.components.distill.objective import DistillationLoss
 from reflux.components.distill.observed import OBSERVED_TOKENS, Observed, against_whole, observed_rows
-from reflux.components.distill.stored import SampledTeacher, SparseTeacher
+from reflux.components.distill.stored import StoredBuckets, StoredDraws
 
 ROLLOUTS = ("beta_jsd", "forward_kl", "reverse_kl", "skew_forward_kl", "skew_reverse_kl", "cross_entropy")
 FAMILIES = {"plain": (LlamaConfig, {}), "soft cap": (Gemma2Config, {"head_dim": 8, "final_logit_softcapping": 3.0}),
@@ -131,7 +131,7 @@ def test_a_stored_top_k_equals_numpy_over_its_buckets(both: Pair, name: str, k: 
         given.append(
             replace(
                 plain,
-                teacher=SparseTeacher(
+                teacher=StoredBuckets(
                     token_ids_TK=torch.from_numpy(kept.copy()), logprobs_TB=torch.from_numpy(buckets[1]).float()
                 ),
             )
@@ -160,7 +160,7 @@ def test_counted_draws_of_the_whole_vocabulary_equal_the_teacher(both: Pair, nam
     given, expected = [], 0.0
     for plain in sequences():
         teacher, student = (logprobs(m, plain, size) for m in (both.teacher, both.student))
-        stored = SampledTeacher(
+        stored = StoredDraws(
             token_ids_TU=torch.arange(size).expand(len(teacher), -1),
             weights_TU=torch.from_numpy(np.exp(teacher)).float(),
             entropy_nats_T=torch.from_numpy(-(np.exp(teacher) * teacher).sum(-1)).float(),
@@ -178,7 +178,7 @@ def test_a_weighted_sum_is_the_sum_of_its_terms_and_each_kind_has_its_own(both: 
         0.25 * single["reverse_kl"] + 0.2 * single["cross_entropy"], rel=1e-5
     )
     ids_TK = torch.arange(5).expand(rollouts[0].scored, -1)
-    stored = SparseTeacher(token_ids_TK=ids_TK, logprobs_TB=torch.full((rollouts[0].scored, 6), 1 / 6).log())
+    stored = StoredBuckets(token_ids_TK=ids_TK, logprobs_TB=torch.full((rollouts[0].scored, 6), 1 / 6).log())
     trace = replace(rollouts[0], teacher=stored)
     written = value(both.loss(objective="next_token", on_policy_fraction=0.0), [trace])
     assert value(mixed, [trace, *rollouts[1:]]) == pytest.approx(written + value(mixed, rollouts[1:]), rel=1e-5)
@@ -271,7 +271,7 @@ def test_metrics_of_a_stored_top_k_are_bounds_that_meet_at_the_whole_vocabulary(
     for k in (20, size):
         kept = np.argsort(-teacher, axis=-1)[:, :k].copy()
         buckets = np.concatenate([np.take_along_axis(teacher, kept, -1), _tail(teacher, kept)], -1)
-        stored = SparseTeacher(token_ids_TK=torch.from_numpy(kept), logprobs_TB=torch.from_numpy(buckets).float())
+        stored = StoredBuckets(token_ids_TK=torch.from_numpy(kept), logprobs_TB=torch.from_numpy(buckets).float())
         observed = Observed()
         with torch.no_grad():
             both.loss()([replace(plain, teacher=stored)], observed)

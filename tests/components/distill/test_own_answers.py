@@ -149,7 +149,7 @@ def test_an_objective_that_cannot_be_minimised_is_refused(options: dict[str, Any
 
 
 def test_every_objective_that_a_recipe_may_name_is_there() -> None:
-    assert OBJECTIVES.keys() == losses.OBJECTIVES.keys() | WRITTEN_OBJECTIVES.keys()
+    assert OBJECTIVES.keys() == losses.DISTRIBUTION_OBJECTIVES.keys() | WRITTEN_OBJECTIVES.keys()
     assert all(traits.parameter in ("", *vars(DistillConfig())) for traits in OBJECTIVES.values())
 
 

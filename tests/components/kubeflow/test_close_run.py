@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kfp_plugin
 import pytest
 import yaml
 from kfp import dsl
-from kfp_plugin import JOB
+from servers import kfp_plugin
+from servers.kfp_plugin import JOB
 from toy_stages.brew.component import brew
 from toy_stages.brew.config import BrewConfig
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import seaweed
 import small_run
+from servers import seaweed
 
 from reflux.components import __main__ as entry
 from reflux.components.kubeflow import prerequisites

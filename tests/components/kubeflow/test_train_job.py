@@ -10,10 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 import tiny_chain
-import trainer_contract
 import yaml
 from kubernetes import client
-from trainer_contract import Cluster
+from servers import trainer_contract
+from servers.trainer_contract import Cluster
 
 from reflux.components import __main__ as entry
 from reflux.components import declare

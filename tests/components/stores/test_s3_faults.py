@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import fault_proxy
 import pytest
-import seaweed
-from fault_proxy import Fault, Proxy
+from servers import fault_proxy, seaweed
+from servers.fault_proxy import Fault, Proxy
 
 from reflux.components.storage import S3Settings, Store, StoreError
 from reflux.components.stores import s3_store

@@ -9,11 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import boto3
-import certificates
-import fault_proxy
 import pytest
-import seaweed
-from fault_proxy import Fault
+from servers import certificates, fault_proxy, seaweed
+from servers.fault_proxy import Fault
 
 from reflux.components.storage import Store, StoreError
 from reflux.components.stores.s3_settings import S3Settings

@@ -11,8 +11,8 @@ import kfp
 import kfp_server_api
 import pytest
 import urllib3
-from kfp_api_contract import Contract, operations, serving
-from kfp_api_state import OPERATIONS
+from servers.kfp_api_contract import Contract, operations, serving
+from servers.kfp_api_state import OPERATIONS
 from toy_stages.pipeline import tea_party
 
 from reflux.pipelines.compile import compile_to_text

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from kfp_api_contract import Contract, serving
+from servers.kfp_api_contract import Contract, serving
 from toy_stages.pipeline import tea_party
 
 from reflux.pipelines.__main__ import cli

@@ -10,10 +10,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import certificates
 import pytest
 from import_blocked import HEAVY, without
-from kfp_api_contract import Contract, serving
+from servers import certificates
+from servers.kfp_api_contract import Contract, serving
 from toy_stages.pipeline import tea_party
 
 from reflux.pipelines.compile import compile_to_text

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import urllib3
 from click.testing import CliRunner, Result
-from kfp_api_contract import Contract, serving
+from servers.kfp_api_contract import Contract, serving
 from toy_stages.pipeline import tea_party
 
 from reflux.pipelines.__main__ import cli

@@ -19,7 +19,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-SCHEMA = yaml.safe_load((Path(__file__).parent / "data/crds/trainer.kubeflow.org.yaml").read_text())["TrainJob"]
+SCHEMA = yaml.safe_load((Path(__file__).parents[1] / "data/crds/trainer.kubeflow.org.yaml").read_text())["TrainJob"]
 _PATH = re.compile(r"/apis/trainer\.kubeflow\.org/v1alpha1/namespaces/([^/]+)/trainjobs(?:/([^/]+))?")
 
 

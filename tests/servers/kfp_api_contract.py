@@ -25,9 +25,10 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import kfp_server_api
-from certificates import Certificate
 from dateutil.parser import isoparse
-from kfp_api_state import GRPC_CODES, DeniedError, State
+
+from servers.certificates import Certificate
+from servers.kfp_api_state import GRPC_CODES, DeniedError, State
 
 SERVICES = ("Experiment", "Healthz", "Pipeline", "PipelineUpload", "RecurringRun", "Run")
 INT64 = {"max_concurrency", "interval_second", "execution_id"}  # "str" to the client; JSON may have a number too

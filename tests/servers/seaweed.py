@@ -12,9 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from certificates import Certificate
-
 from reflux.components.storage import S3Settings, Store, StoreError
+from servers.certificates import Certificate
 
 BUCKET = "reflux"
 _PORTS = ("s3", "master", "volume", "filer", "admin")
