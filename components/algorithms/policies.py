@@ -90,6 +90,16 @@ def interpolate(values_SP: torch.Tensor, knots_P: torch.Tensor, position_BT: tor
     return left_SBT + share_BT * (values_SP[:, right_BT] - left_SBT)
 
 
+def interpolation_error(values_ST: torch.Tensor, knots: tuple[int, ...] = KNOTS) -> torch.Tensor:
+    """[S] how far a table that holds the values of its knots is from the others: |interpolated − value| / value, mean
+    over the positions 0 to T − 1.
+    """
+    held = tuple(knot for knot in knots if knot < values_ST.shape[1])
+    position_1T = torch.arange(values_ST.shape[1])[None]
+    found_ST = interpolate(values_ST[:, list(held)], torch.tensor(held), position_1T)[:, 0]
+    return ((found_ST - values_ST) / values_ST).abs().mean(-1)
+
+
 def nearest_knot(position_N: torch.Tensor, knots: tuple[int, ...] = KNOTS) -> torch.Tensor:
     """[N] index of the knot nearest to each position: where calibration files what it sees."""
     middle = torch.tensor([(a + b) / 2 for a, b in pairwise(knots)], device=position_N.device)

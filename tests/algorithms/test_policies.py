@@ -10,6 +10,7 @@ from reflux.components.algorithms.policies import (
     SCALE_RANGE,
     PositionTable,
     interpolate,
+    interpolation_error,
     nearest_knot,
 )
 
@@ -113,3 +114,12 @@ def test_a_main_grid_ends_where_it_did_at_other_bits() -> None:
     assert torch.equal(other.scales()[[0, 2]], table.scales()[[0, 2]])
     torch.testing.assert_close(other.scales()[1] * 127, table.scales()[1] * 7)
     assert table.for_bits({"a": 4, "b": 4, "c": 4}, chosen_for=4) is table
+
+
+def test_interpolation_error_by_the_formula_and_none_where_scales_lie_on_straight_lines():
+    straight_ST = torch.stack([torch.arange(1.0, 21.0), torch.full((20,), 0.3)])
+    torch.testing.assert_close(interpolation_error(straight_ST, (0, 5, 19, 40)), torch.zeros(2))
+    curved_T = torch.arange(1.0, 11.0).rsqrt()
+    expected = [abs(literal([curved_T[k].item() for k in (0, 3, 8)], (0, 3, 8), t) / curved_T[t].item() - 1)
+                for t in range(10)]  # fmt: skip
+    assert interpolation_error(curved_T[None], (0, 3, 8, 64)).item() == pytest.approx(sum(expected) / 10, rel=1e-5)
