@@ -11,7 +11,6 @@ Shapes: B sequences being answered, T tokens, V tokens of the tokenizer, P rows 
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor
 
 from .draws import Sampling, draw
-from .slot_cache import SlotCache
+from .kv_cache import form_in_use
+from .slot_cache import SlotCache, cache_argument
 
 PREFILL_TOKENS = 1024
 """Prompt tokens, padding included, that are read in one forward: enough to fill the matrix products."""
@@ -95,7 +95,8 @@ def rollout(
     longest = max(len(request.prompt_token_ids) for request in requests) + sampling.max_new_tokens
     require_window(model, longest)
     size = min(slots or len(requests), len(requests))
-    cache = SlotCache(layers=model.config.num_hidden_layers, slots=size, capacity=longest)
+    layers = model.config.num_hidden_layers
+    cache = SlotCache(layers=layers, slots=size, capacity=longest, form=form_in_use(model))
     waiting, active = deque(range(len(requests))), list[_Active]()
     responses: dict[int, list[int]] = {}
     while active or waiting:
@@ -132,7 +133,7 @@ def _admit(
     """Requests into the free slots. All of a prompt but its last token is read here, or copied from a slot that has it;
     the last token is the sequence's first step of decoding.
     """
-    holders = {tuple(sequence.prompt): slot for slot, sequence in enumerate(active)}
+    holders = {tuple(sequence.prompt): slot for slot, sequence in enumerate(active) if cache.entries_stay}
     to_read, to_copy = list[int](), list[int]()
     while waiting and len(active) < size:
         row = waiting.popleft()
@@ -166,7 +167,7 @@ def _read_prompts(model: Any, cache: SlotCache, slots: list[int], prompts: list[
     longest = max(map(len, prompts))
     input_BT = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
     position_BT = torch.arange(longest, device=device).expand(len(prompts), longest)
-    cache.fill(slots, device)
+    cache.fill(slots, [len(prompt) for prompt in prompts], device)
     model(
         input_ids=input_BT, position_ids=position_BT, logits_to_keep=1, use_cache=True, **{cache_argument(model): cache}
     )
@@ -210,11 +211,6 @@ def _over_vocabulary(logits_BP: Tensor, vocab_size: int, active: list[_Active]) 
         broken = sorted(sequence.row for sequence, is_nan in zip(active, nan_B.tolist(), strict=True) if is_nan)
         raise FloatingPointError(f"the model's logits are NaN for rows {broken} of the batch")
     return logits_BV
-
-
-def cache_argument(model: Any) -> str:
-    """transformers 5.2x renamed the argument; passing the old name still works there but warns."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def require_window(model: Any, tokens: int) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from reflux.components.algorithms.attention_rows import SparseAttention, sparse_attention
 from reflux.components.algorithms.attention_watch import intercepted_attention, require_plain
 from reflux.components.algorithms.low_bit import decoder_layers
-from reflux.components.algorithms.rollouts import cache_argument
+from reflux.components.algorithms.slot_cache import cache_argument
 from reflux.components.collect_traces.config import CollectTracesConfig
 
 MASKS_UNDERSTOOD = ("sdpa", "eager")

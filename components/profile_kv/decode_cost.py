@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from reflux.components.algorithms.attention_watch import intercepted_attention
-from reflux.components.algorithms.rollouts import cache_argument
+from reflux.components.algorithms.slot_cache import cache_argument
 
 from .clocks import clock_for
 

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from reflux.components import models
-from reflux.components.algorithms.rollouts import cache_argument
+from reflux.components.algorithms.slot_cache import cache_argument
 from reflux.components.profile_kv.clocks import CudaClock, HostClock
 from reflux.components.profile_kv.cost_tables import (
     bucket_rows,
