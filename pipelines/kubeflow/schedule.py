@@ -5,6 +5,10 @@ which Kubernetes counts as its parts. So a changed schedule is replaced in this 
 off, the old one is switched off, the new one on, and the old one is deleted once none of its runs is in flight, if need
 be by a later apply. No schedule without reflux's mark is ever touched.
 
+The API does not keep two commands from making two schedules of one name either. Of several the newest is the schedule,
+whoever made it, and every apply looks again after its last change: whatever came between, the last one to look leaves
+one that is on.
+
 A schedule names its pipeline and no version. KFP then looks up the newest version for each run; with a version it keeps
 the workflow as it was compiled on the day of the schedule, old images of KFP's own included, or, where the server has a
 plugin such as MLflow's, may forget the parameters.
@@ -15,7 +19,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +44,8 @@ from reflux.pipelines.kubeflow.schedule_file import Schedule
 from reflux.pipelines.kubeflow.schedule_found import Found, found, in_flight
 from reflux.pipelines.recipes import Recipe
 
+_GONE = 404
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
@@ -50,12 +57,15 @@ class Wanted:
 
 
 def wanted(api: Api, schedule: Schedule, texts: Iterable[str] = ()) -> Wanted:
-    """Compile, or look the pipeline up, and check the parameters; `texts` are more of them, as NAME=VALUE."""
+    """Compile, or look the pipeline up, and check the parameters; `texts` are more of them, as NAME=VALUE. ValueError
+    for what is wrong with them, and for a recipe whose pipeline is somebody else's.
+    """
     made: Package | None = None
     recipe: Recipe | None = None
     try:
         if schedule.recipe:
             recipe = recipes.overridden(recipes.named(schedule.recipe), schedule.changes)
+            registration.find_own(api, schedule.name, scheduled=True)
             made = package.of_recipe(schedule.recipe, recipe, image=schedule.image)
             inputs = made.parameters
         else:
@@ -73,34 +83,58 @@ def apply(api: Api, asked: Wanted) -> None:
     schedule = asked.schedule
     body, digest = _body(api, asked)
     there = found(api, schedule.name)
-    same = next((each for each in there if each.digest == digest), None)
-    replaced = [each for each in there if each is not same]
-    if same is not None:
-        if same.enabled == schedule.enabled:
+    if there and there[0].digest == digest:
+        if [each.enabled for each in there] == [schedule.enabled]:
             click.echo(f"schedule {schedule.name}: unchanged")
-        for each in replaced:
-            retire(api, each)
-        if same.enabled != schedule.enabled:
-            switch(api, same, on=schedule.enabled)
-        return
-    if replaced:
-        _show_difference(replaced[0], body)
-    click.echo(f"schedule {schedule.name}: {_when(schedule)}")
-    body.mode = RecurringRunMode.ENABLE if schedule.enabled and not replaced else RecurringRunMode.DISABLE
+    else:
+        if there:
+            _show_difference(there[0], body)
+        click.echo(f"schedule {schedule.name}: {_when(schedule)}")
+        there = [_created(api, schedule, body, digest, enabled=schedule.enabled and not there), *there]
+    _settle(api, schedule, digest, there)
+
+
+def _created(api: Api, schedule: Schedule, body: Any, digest: str, *, enabled: bool) -> Found:
+    body.mode = RecurringRunMode.ENABLE if enabled else RecurringRunMode.DISABLE
     made = kfp_api.change(
         api,
         f"create schedule {schedule.name}",
         api.client.recurring_runs.recurring_run_service_create_recurring_run,
         recurring_run=body,
     )
-    for each in (each for each in replaced if each.enabled):
-        switch(api, each, on=False)
-    if schedule.enabled and replaced:
-        method = api.client.recurring_runs.recurring_run_service_enable_recurring_run
-        new_id = made.recurring_run_id if made else f"<schedule {schedule.name}>"
-        kfp_api.change(api, f"switch on schedule {schedule.name}", method, recurring_run_id=new_id)
-    for each in replaced:
+    return Found(
+        id=made.recurring_run_id if made else f"<schedule {schedule.name}>",
+        name=schedule.name, enabled=enabled, source=schedule.source, time_zone=schedule.time_zone, digest=digest,
+        body=made or body,
+    )  # fmt: skip
+
+
+def _settle(api: Api, schedule: Schedule, digest: str, there: list[Found]) -> None:
+    """Of the schedules of that name leave the newest on, if it is to be, and no other. It looks until nothing is left
+    to do, since another command may be at it too; a dry run takes `there` for what it would see.
+    """
+    while True:
+        newest, *older = there if api.dry_run else _still_there(api, schedule.name)
+        on = [each for each in older if each.enabled]
+        for each in on:
+            switch(api, each, on=False)
+        own = newest.digest == digest
+        wrong = own and newest.enabled != schedule.enabled
+        if wrong:
+            switch(api, newest, on=schedule.enabled)
+        if api.dry_run or not (on or wrong):
+            break
+    if not own:
+        click.echo(f"schedule {schedule.name}: another command changed it in this moment; now it is as that one says")
+    for each in older:
         _delete_when_idle(api, each)
+
+
+def _still_there(api: Api, name: str) -> list[Found]:
+    there = found(api, name)
+    if not there:
+        raise ValueError(f"schedule {name}: another command deleted it in this moment; apply again")
+    return there
 
 
 def prune(api: Api, names: Collection[str]) -> None:
@@ -139,7 +173,8 @@ def switch(api: Api, schedule: Found, *, on: bool) -> None:
         else service.recurring_run_service_disable_recurring_run
     )
     what = f"switch {'on' if on else 'off'} schedule {schedule.name}"
-    kfp_api.change(api, what, method, recurring_run_id=schedule.id)
+    with _unless_gone():
+        kfp_api.change(api, what, method, recurring_run_id=schedule.id)
 
 
 def _body(api: Api, asked: Wanted) -> tuple[Any, str]:
@@ -147,8 +182,9 @@ def _body(api: Api, asked: Wanted) -> tuple[Any, str]:
     schedule = asked.schedule
     if asked.package is not None:
         standing = registration.prepare(
-            api, pipeline=schedule.name, package=asked.package, experiment=schedule.experiment, latest=True
-        )
+            api, pipeline=schedule.name, package=asked.package, experiment=schedule.experiment, latest=True,
+            scheduled=True,
+        )  # fmt: skip
         pipeline_id, experiment_id = standing.pipeline_id, standing.experiment_id
     else:
         pipeline_id = registration.find_pipeline(api, schedule.pipeline)
@@ -197,13 +233,24 @@ def _delete_when_idle(api: Api, old: Found) -> None:
 
 
 def _delete(api: Api, old: Found) -> None:
-    kfp_api.change(
-        api,
-        f"delete schedule {old.name}",
-        api.client.recurring_runs.recurring_run_service_delete_recurring_run,
-        recurring_run_id=old.id,
-        propagation_policy="ORPHAN",  # a run that began this moment goes on; servers before 2.17 do not know the word
-    )
+    with _unless_gone():
+        kfp_api.change(
+            api,
+            f"delete schedule {old.name}",
+            api.client.recurring_runs.recurring_run_service_delete_recurring_run,
+            recurring_run_id=old.id,
+            propagation_policy="ORPHAN",  # a run that began this moment goes on; servers before 2.17 know no such word
+        )
+
+
+@contextmanager
+def _unless_gone() -> Iterator[None]:
+    """What another command deleted in this moment needs no change any more."""
+    try:
+        yield
+    except kfp_api.RefusedError as error:
+        if error.status != _GONE:
+            raise
 
 
 def _show_difference(old: Found, new: Any) -> None:

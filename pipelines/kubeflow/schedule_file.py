@@ -105,10 +105,14 @@ class Schedule:
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
 
+    @property
+    def source(self) -> str:
+        """What it runs, for people."""
+        return f"recipe {self.recipe}" if self.recipe else f"pipeline {self.pipeline}"
+
     def mark(self, digest: str) -> str:
         """What ends the description on the server. `digest` is that of everything that was asked for."""
-        source = f"recipe {self.recipe}" if self.recipe else f"pipeline {self.pipeline}"
-        return schedule_found.mark(source=source, time_zone=self.time_zone, digest=digest)
+        return schedule_found.mark(source=self.source, time_zone=self.time_zone, digest=digest)
 
 
 _TYPES: dict[str, tuple[type, str]] = {

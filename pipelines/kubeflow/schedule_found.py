@@ -37,13 +37,16 @@ def mark(*, source: str, time_zone: str, digest: str) -> str:
 
 
 def found(api: Api, name: str = "") -> list[Found]:
-    """The schedules that reflux made, the newest first; with `name`, those of that name."""
+    """The schedules that reflux made, the newest first; with `name`, those of that name. Of several of one name the
+    newest is the schedule, the others are what it replaced: so that all commands agree, ids decide within a second.
+    """
     filtered = {"filter": kfp_api.equals("display_name", name)} if name else {}
     method = api.client.recurring_runs.recurring_run_service_list_recurring_runs
     listed = kfp_api.every(
         api, method, "recurring_runs", sort_by="created_at desc", **filtered, **kfp_api.in_namespace(api)
     )
-    return [each for each in map(_found, listed) if each is not None]
+    ours = [each for each in map(_found, listed) if each is not None]
+    return sorted(ours, key=lambda each: (each.body.created_at, each.id), reverse=True)
 
 
 def named(api: Api, name: str) -> Found:

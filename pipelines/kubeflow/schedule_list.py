@@ -41,7 +41,6 @@ def show(told: list[dict[str, Any]]) -> None:
 def _row(found: schedule_found.Found, state: str) -> dict[str, Any]:
     text = found.body.trigger.cron_schedule.cron
     times = cron.parse(text)
-    now = datetime.now(cron.zone(found.time_zone)).replace(tzinfo=None)
     return {
         "name": found.name,
         "state": state,
@@ -49,7 +48,16 @@ def _row(found: schedule_found.Found, state: str) -> dict[str, Any]:
         "cron": text,
         "time_zone": found.time_zone,
         "when": cron.in_words(times),
-        "next": [f"{each:%Y-%m-%d %H:%M:%S}" for each in islice(cron.coming(times, now), NEXT_TIMES)] * (state == "on"),
+        "next": _next(times, found.time_zone) if state == "on" else [],
         "parameters": (found.body.runtime_config.parameters or {}) if found.body.runtime_config else {},
         "id": found.id,
     }
+
+
+def _next(times: cron.Cron, zone: str) -> list[str]:
+    """The next times on that zone's clock; none where this machine's table does not have the zone."""
+    try:
+        now = datetime.now(cron.zone(zone)).replace(tzinfo=None)
+    except ValueError:
+        return []
+    return [f"{each:%Y-%m-%d %H:%M:%S}" for each in islice(cron.coming(times, now), NEXT_TIMES)]
