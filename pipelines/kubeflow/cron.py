@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import datetime, timedelta, tzinfo
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 MONTHS = (
@@ -69,10 +69,10 @@ def parse(text: str) -> Cron:
 
 
 def zone(name: str) -> tzinfo:
-    """A time zone by its IANA name. ValueError if this machine does not know it."""
+    """A time zone by its IANA name. ValueError if there is none of that name, or if it is newer than the table here."""
     try:
-        return UTC if name == DEFAULT_ZONE else ZoneInfo(name)  # small containers have no table of zones
-    except (ZoneInfoNotFoundError, ValueError):
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError):  # OSError: a folder of the table, such as Europe
         raise ValueError(f"time_zone {name!r}: no such zone; e.g. UTC, Europe/Berlin") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zoneinfo
 from datetime import datetime
 from itertools import islice
 
@@ -63,7 +64,17 @@ def test_what_kfp_would_misread_or_refuse(text: str, message: str) -> None:
         cron.parse(text)
 
 
-def test_zones_are_named_by_iana() -> None:
-    assert str(cron.zone("UTC")) == "UTC"
-    with pytest.raises(ValueError, match="time_zone 'CEST/Berlin': no such zone"):
-        cron.zone("CEST/Berlin")
+@pytest.mark.parametrize("name", ["CEST/Berlin", "Europe", "", "../etc/passwd", "/usr/share/zoneinfo/UTC", "Europe/\0"])
+def test_zones_are_named_by_iana(name: str) -> None:
+    with pytest.raises(ValueError, match=r"time_zone .*: no such zone; e\.g\. UTC, Europe/Berlin"):
+        cron.zone(name)
+
+
+def test_zones_of_a_machine_without_a_table_of_them() -> None:
+    """As in small containers."""
+    zoneinfo.reset_tzpath(to=())
+    zoneinfo.ZoneInfo.clear_cache()
+    try:
+        assert [str(cron.zone(name)) for name in ("UTC", "Europe/Berlin")] == ["UTC", "Europe/Berlin"]
+    finally:
+        zoneinfo.reset_tzpath()
