@@ -15,9 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-from google.protobuf import json_format
-from kfp.pipeline_spec import pipeline_spec_pb2
+from reflux.pipelines import ir_tasks
+from reflux.pipelines.ir_tasks import Task
 
 SPEC_BYTES = 1_000_000
 """A Kubernetes object ends at 1.5 MB in etcd, and the workflow that KFP makes holds more than the specification."""
@@ -63,29 +62,13 @@ class Finding:
         return f"{self.task or 'the pipeline'}, {self.place}: {value}; {self.remedy}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """One task of the graph, with what it refers to."""
-
-    path: str
-    spec: dict[str, Any]
-    component: dict[str, Any]
-    executor: dict[str, Any] | None
-    """None for a group of tasks: a loop, a branch, a pipeline inside the pipeline."""
-
-    def constants(self) -> dict[str, Any]:
-        """Input -> the value that was compiled in."""
-        inputs = self.spec.get("inputs", {}).get("parameters", {})
-        return {name: given["runtimeValue"]["constant"] for name, given in inputs.items() if "runtimeValue" in given}
-
-
 def lint(text: str, *, require_digests: bool = False) -> list[Finding]:
     """Everything found in a specification (YAML or JSON, or a PipelineVersion that holds one). ValueError if the text
     is none.
     """
     found = []
-    for spec in _specifications(text):
-        tasks = list(_tasks(spec, spec["root"]))
+    for spec in ir_tasks.specifications(text):
+        tasks = ir_tasks.tasks(spec)
         found += [*_defaults(spec), *_oversized(text, spec)]
         for task in tasks:
             found += [*_inputs(task), *_oversized_input(task, spec)]
@@ -93,56 +76,6 @@ def lint(text: str, *, require_digests: bool = False) -> list[Finding]:
                 found += [*_caching(task), *_program(task), *_image(task, require_digests), *_retries(task)]
                 found += _resources(task, spec)
     return found
-
-
-def _specifications(text: str) -> list[dict[str, Any]]:
-    try:
-        documents = [document for document in yaml.safe_load_all(text) if isinstance(document, dict)]
-    except yaml.YAMLError as error:
-        raise ValueError(f"not a KFP specification: not valid YAML ({' '.join(str(error).split())})") from None
-    inner = [_inside(document) for document in documents]
-    found = [each for each in inner if all(isinstance(each.get(key), dict) for key in ("root", "deploymentSpec"))]
-    if not found:
-        raise ValueError("not a KFP specification: no document in it has root and deploymentSpec")
-    for spec in found:
-        _require_kfps_types(spec)
-    return found
-
-
-def _inside(document: dict[str, Any]) -> dict[str, Any]:
-    """What a PipelineVersion holds; anything else as it is."""
-    spec = document.get("spec")
-    inner = spec.get("pipelineSpec") if isinstance(spec, dict) else None
-    return inner if isinstance(inner, dict) else document
-
-
-def _require_kfps_types(spec: dict[str, Any]) -> None:
-    """ValueError unless everything that KFP knows has KFP's type; other fields may be of a newer version."""
-    try:
-        json_format.ParseDict(spec, pipeline_spec_pb2.PipelineSpec(), ignore_unknown_fields=True)
-        deployment = pipeline_spec_pb2.PipelineDeploymentConfig()
-        json_format.ParseDict(spec["deploymentSpec"], deployment, ignore_unknown_fields=True)
-    except json_format.ParseError as error:
-        raise ValueError(f"not a KFP specification: {' '.join(str(error).split())}") from None
-
-
-def _tasks(
-    spec: dict[str, Any], component: dict[str, Any], path: str = "", above: tuple[str, ...] = ()
-) -> Iterator[Task]:  # fmt: skip
-    """The tasks of a component and of those inside it; `above` are the components that it is in."""
-    components, executors = spec.get("components", {}), spec["deploymentSpec"].get("executors", {})
-    for name, task in component.get("dag", {}).get("tasks", {}).items():
-        called = task.get("componentRef", {}).get("name", "")
-        inner = components.get(called)
-        if inner is None or called in above:
-            wrong = "is in itself" if called in above else "is not there"
-            raise ValueError(f"not a KFP specification: component {called!r} of task {path}{name} {wrong}")
-        label = inner.get("executorLabel")
-        if label is not None and label not in executors:
-            raise ValueError(f"not a KFP specification: executor {label!r} of task {path}{name} is not there")
-        executor = executors[label] if label is not None else None
-        yield Task(path=f"{path}{name}", spec=task, component=inner, executor=executor)
-        yield from _tasks(spec, inner, f"{path}{name}/", (*above, called))
 
 
 def _defaults(spec: dict[str, Any]) -> Iterator[Finding]:
@@ -203,7 +136,7 @@ def _program(task: Task) -> Iterator[Finding]:
     for variable in container.get("env", []):
         if _PLACEHOLDER.search(variable.get("value", "")):
             yield Finding(
-                task=task.path, place=f"env {variable['name']}", value=variable["value"],
+                task=task.path, place=f"env {variable.get('name', '')}", value=variable["value"],
                 remedy="no placeholder is resolved in a variable; pass the value as an input",
             )  # fmt: skip
     for place in ("command", "args"):
@@ -225,18 +158,17 @@ def _argument(task: Task, place: str, text: str) -> Iterator[Finding]:
 
 
 def _structure(task: Task, place: str, part: Any) -> Iterator[Finding]:
-    """KFP's conditional and joined arguments, at any depth."""
+    """KFP's conditional and joined arguments, at any depth; other JSON is the program's own."""
     if isinstance(part, str):
         yield from _argument(task, place, part)
     elif isinstance(part, list):
         for each in part:
             yield from _structure(task, place, each)
-    elif "Concat" in part:
+    elif isinstance(part, dict) and "Concat" in part:
         remedy = "the program gets this JSON itself; pass the parts, and join them there"
         yield Finding(task=task.path, place=place, value=json.dumps(part), remedy=remedy)
-    elif "IfPresent" in part:
-        condition = part["IfPresent"]
-        if condition["InputName"] in task.component.get("inputDefinitions", {}).get("artifacts", {}):
+    elif isinstance(part, dict) and isinstance(condition := part.get("IfPresent"), dict):
+        if condition.get("InputName") in task.component.get("inputDefinitions", {}).get("artifacts", {}):
             remedy = "of an artifact a cluster always takes Else; pass the artifact, and look in the program"
             yield Finding(task=task.path, place=place, value=json.dumps(part), remedy=remedy)
         elif "$.outputs" in json.dumps(part):

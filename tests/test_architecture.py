@@ -31,7 +31,7 @@ SUBMIT_ONLY = sorted(
     [
         *(
             ROOT / "pipelines" / name
-            for name in ("compile.py", "distillation.py", "form.py", "ir_lint.py", "recipes.py")
+            for name in ("compile.py", "distillation.py", "form.py", "ir_lint.py", "ir_tasks.py", "recipes.py")
         ),
         *(ROOT / "pipelines" / "kubeflow").glob("*.py"),
         *(

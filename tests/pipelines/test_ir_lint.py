@@ -5,7 +5,8 @@
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -264,8 +265,69 @@ def test_a_broken_specification_is_named_and_not_fallen_over(change: tuple[str, 
     assert message in str(caught.value)
 
 
-def test_an_argument_that_only_begins_like_kfps_json_is_text() -> None:
-    assert found(WHOLE.replace("[hello]", "['{\"Concat\": hello']")) == []
+FULL = """
+root:
+  inputDefinitions: {parameters: {word: {parameterType: STRING, defaultValue: hello}}}
+  dag:
+    tasks:
+      say:
+        componentRef: {name: speech}
+        cachingOptions: {enableCache: false}
+        inputs: {parameters: {text: {runtimeValue: {constant: well}}, word: {componentInputParameter: word}}}
+        parameterIterator: {itemInput: text, items: {raw: '[1]'}}
+        retryPolicy: {maxRetryCount: 2, backoffMaxDuration: 7200s}
+components:
+  speech:
+    executorLabel: program
+    inputDefinitions:
+      parameters: {text: {parameterType: STRING}, word: {parameterType: STRING}}
+      artifacts: {data: {artifactType: {schemaTitle: system.Dataset}}}
+    outputDefinitions: {artifacts: {out: {artifactType: {schemaTitle: system.Dataset}}}}
+deploymentSpec:
+  executors:
+    program:
+      container:
+        image: i
+        args: [hello]
+        env: [{name: A, value: b}]
+        resources: {resourceMemoryRequest: 1Gi}
+"""
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The way to every value inside."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inside:
+        yield (*path, key)
+        yield from places(each, (*path, key))
+
+
+def test_a_null_anywhere_is_as_if_nothing_stood_there() -> None:
+    ways = [*places(yaml.safe_load(FULL))]
+    assert len(ways) > 50
+    for way in ways:
+        spec = yaml.safe_load(FULL)
+        above = spec
+        for key in way[:-1]:
+            above = above[key]
+        above[way[-1]] = None
+        with suppress(ValueError):
+            lint(yaml.safe_dump(spec))
+    assert found(FULL) == []
+    assert found(FULL.replace("components:\n", "dag: null\ncomponents:\n")) == []
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        '{"Concat": hello',
+        '{"IfPresent": null}',
+        '{"IfPresent": {"InputName": null, "Then": null}}',
+        '{"IfPresent": [1]}',
+    ],
+)
+def test_an_argument_that_only_begins_like_kfps_json_is_text(argument: str) -> None:
+    assert found(WHOLE.replace("[hello]", json.dumps([argument]))) == []
 
 
 @pytest.mark.parametrize("text", ["", "a: b", "[1]", "a: [", os.linesep, "spec: null", "spec: {pipelineSpec: 3}"])
