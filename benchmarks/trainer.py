@@ -40,8 +40,8 @@ NEVER_DRAWN = "<jupyter_script>"
 """A token that the model does not write, so that answers have their full length on either side."""
 
 SIDES: dict[str, dict[str, Any]] = {
-    "reflux": {"micro_batch_sequences": BATCH, "activation_checkpointing": False},
-    "reflux, lean": {"micro_batch_sequences": 1, "activation_checkpointing": True},
+    "reflux": {"micro_batch_sequences": BATCH, "activation_checkpointing": "selective"},
+    "reflux, lean": {"micro_batch_sequences": 1, "activation_checkpointing": "full"},
     "TRL": {
         "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1, "gradient_checkpointing": False
     },

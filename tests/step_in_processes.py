@@ -24,7 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp2": {"parallelism": "fsdp2"},
     "everything": {
-        "parallelism": "fsdp2", "lora_rank": 2, "activation_checkpointing": True, "packing": True,
+        "parallelism": "fsdp2", "lora_rank": 2, "activation_checkpointing": "full", "packing": True,
     },
 }  # fmt: skip
 """How the work is shared -> the options that ask for it."""

@@ -49,7 +49,7 @@ def test_our_side_answers_with_the_loss_and_what_a_step_took(tiny_model: Path, t
     spec = {
         "student": str(tiny_model), "teacher": str(teacher), "prompts": prompts, "texts": [], "chat": False,
         "eos_token": "<|end|>", "new_tokens": 6, "batch": 4, "threads": 1, "beta": 0.5, "learning_rate": 1e-4,
-        "settings": {"micro_batch_sequences": 1, "activation_checkpointing": True},
+        "settings": {"micro_batch_sequences": 1, "activation_checkpointing": "full"},
     }  # fmt: skip
     file = tmp_path / "spec.json"
     file.write_text(json.dumps(spec))

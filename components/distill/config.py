@@ -113,9 +113,9 @@ class DistillConfig:
     """float32, bfloat16, or auto: bfloat16 where CPU or GPU multiply it natively. Of the passes through the layers that
     are scored; master weights, logits, losses, rollouts and what is exported stay float32.
     """
-    activation_checkpointing: bool = setting(False)
-    """Compute each layer again in the backward pass instead of keeping what it needs there: a third more work for the
-    memory of one layer.
+    activation_checkpointing: str = setting("selective", ("none", "selective", "full"))
+    """What a layer computes again in the backward pass instead of keeping it: nothing; all but products and attention,
+    half the memory for a twentieth more work; or the whole layer, the memory of one layer for a third more work.
     """
     parallelism: str = choice("ddp", ("ddp", "fsdp2"))
     """Between torchrun's processes: ddp, each holds the whole student; fsdp2, each a share of every layer. With one

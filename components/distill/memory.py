@@ -12,7 +12,8 @@ rollouts are made.
 
 A is per place and layer `a D + b F` bytes, D hidden and F intermediate channels, with the coefficients below: counted
 from the tensors that autograd saves on two shapes, 576/1536 and 1024/2816, which they fit within 2 %. With
-activation_checkpointing it is 4 D a layer, and one layer whole. The largest of the three lines counts.
+activation_checkpointing a layer has its input, 4 D, and one layer is there whole; `selective` adds what the products
+gave, counted for a third as many key channels as hidden ones. The largest of the three lines counts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from reflux.components import models, processes
 from reflux.components.algorithms.chunked_loss import CHUNK_TOKENS
 from reflux.components.algorithms.low_bit import FULL_PRECISION
+from reflux.components.algorithms.recomputation import NONE, SELECTIVE
 from reflux.components.memory import available_gib
 from reflux.components.models import ModelShape
 
@@ -36,6 +38,8 @@ BASE = 0.55 * 2**30
 OF_ACTIVATIONS = {("float32", True): (54, 22), ("float32", False): (36, 16), ("bfloat16", True): (48, 12),
                   ("bfloat16", False): (36, 16)}  # fmt: skip
 """(compute_dtype, activations are rounded) -> bytes per hidden and per intermediate channel."""
+OF_PRODUCTS = {"float32": (19, 8), "bfloat16": (10, 4)}
+"""The same of what products and attention gave."""
 OF_LOGITS = 7
 """Float32 tensors [tokens of a chunk, vocabulary] that are there together: logits, log-probabilities, gradients."""
 GIB = 2**30
@@ -75,17 +79,18 @@ def need(
     a, b = OF_ACTIVATIONS[compute_dtype, config.activation_bits < FULL_PRECISION]
     of_layer = a * student.hidden + b * student.intermediate
     layers = of_layer * student.layers
-    if config.activation_checkpointing:
-        layers = 4 * student.hidden * student.layers + of_layer
+    if config.activation_checkpointing != NONE:
+        a, b = OF_PRODUCTS[compute_dtype] if config.activation_checkpointing == SELECTIVE else (0, 0)
+        layers = ((4 + a) * student.hidden + b * student.intermediate) * student.layers + of_layer
+    compared = 8 * student.hidden * student.layers if config.compares_layers else 0  # scored rows of both models
     places = min(config.micro_batch_sequences, config.batch_sequences // count) * config.max_sequence_tokens
     chunk = OF_LOGITS * 4 * CHUNK_TOKENS * student.vocabulary
     slots = min(config.rollout_slots or config.rollout_batch, config.rollout_batch) // count or 1
-    longest = max(config.max_sequence_tokens, config.rollout_new_tokens)  # what training cuts was rolled out before
-    cache = slots * longest * student.layers * student.kv_channels * 2 * 4
+    cache = slots * config.max_sequence_tokens * student.layers * student.kv_channels * 2 * 4
     gathered = 4 * student.decoder * (1 - 1 / share)
     rolling = 8 * student.linear + cache + gathered + 3 * 4 * slots * student.vocabulary
     return Need(
-        forward=(always + rounded + layers * places + chunk) / GIB,
+        forward=(always + rounded + (layers + compared) * places + chunk) / GIB,
         step=(always + 4 * masters / share + rounded / 2) / GIB,
         rollouts=(always + (rolling if config.on_policy_fraction else 4 * student.linear)) / GIB,
     )
@@ -107,7 +112,7 @@ def require_memory(needed: Need, config: DistillConfig) -> str:
         raise ValueError(
             f"distill.micro_batch_sequences {config.micro_batch_sequences}, max_sequence_tokens "
             f"{config.max_sequence_tokens}: {needed.described()}, and {limit:.1f} GiB {of}; take smaller ones, "
-            "activation_checkpointing, lora_rank, fsdp2 over more processes, or set memory_gib"
+            "activation_checkpointing full, lora_rank, fsdp2 over more processes, or set memory_gib"
         )
     return f"distill: {needed.described()}"
 

@@ -44,6 +44,5 @@ def make_student(config: DistillConfig, model: Any, policy: PositionTable | None
     apply_scheme(model, scheme_of(config), policy)
     if config.lora_rank:
         add_adapters(model, config)
-    if config.activation_checkpointing:
-        recompute_layers(model)
+    recompute_layers(model, config.activation_checkpointing)
     return model

@@ -37,17 +37,25 @@ def test_files_that_a_container_has_cached_do_not_count_as_used(tmp_path: Path) 
     assert available_gib(tmp_path / "another platform") is None
 
 
-def test_answers_longer_than_what_is_trained_on_need_their_cache() -> None:
+def test_what_is_kept_for_the_backward_pass_and_for_rollouts() -> None:
     shape = ModelShape(
         parameters=100_000, decoder=80_000, linear=70_000, layers=2, hidden=64, intermediate=128, vocabulary=300,
         kv_channels=32,
     )  # fmt: skip
-    short, long = (
-        need(DistillConfig(rollout_batch=8, rollout_new_tokens=tokens), shape, shape, "float32")
-        for tokens in (256, 1_000_256)
-    )
-    assert long.forward == short.forward
-    assert (long.rollouts - short.rollouts) * GIB == pytest.approx(8 * 1_000_000 * 2 * 32 * 2 * 4)
+
+    def of(mode: str, tokens: int) -> Need:
+        config = DistillConfig(
+            rollout_batch=8, batch_sequences=4, micro_batch_sequences=4, max_sequence_tokens=tokens,
+            rollout_new_tokens=16, activation_checkpointing=mode,
+        )  # fmt: skip
+        return need(config, shape, shape, "float32")
+
+    modes = ("full", "selective", "none")
+    short, long = ({mode: of(mode, tokens) for mode in modes} for tokens in (256, 1_000_256))
+    assert (long["none"].rollouts - short["none"].rollouts) * GIB == pytest.approx(8 * 1_000_000 * 2 * 32 * 2 * 4)
+    of_a_place = [(long[mode].forward - short[mode].forward) * GIB / 4e6 for mode in modes]
+    whole = 54 * 64 + 22 * 128
+    assert of_a_place == pytest.approx([2 * 4 * 64 + whole, 2 * (23 * 64 + 8 * 128) + whole, 2 * whole])
 
 
 def test_processes_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

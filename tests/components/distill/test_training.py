@@ -13,6 +13,7 @@ from safetensors.torch import load
 from stage_writers import writer_for
 from step_in_processes import trainer_of
 from tiny_chain import Chain
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from reflux.components.algorithms.low_bit import LowBitLinear, frozen_weights
 from reflux.components.bundles import policy_table
@@ -33,6 +34,16 @@ QUICK: dict[str, Any] = {"warmup_steps": 0, "joint_steps": 0, "on_policy_fractio
 @pytest.fixture(scope="module")
 def chain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     return tiny_chain.make(tmp_path_factory.mktemp("chain"), tiny_model)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
 
 
 def gradient(trainer: Trainer) -> tuple[float, dict[str, torch.Tensor]]:
@@ -77,8 +88,8 @@ def test_packing_needs_fewer_places_for_the_same_tokens() -> None:
 
 
 def test_recomputed_layers_change_no_bit_and_keep_less(chain: Chain) -> None:
-    kept = {}
-    for recompute in (False, True):
+    found = {}
+    for recompute in ("none", "selective", "full"):
         trainer = trainer_of(chain, activation_checkpointing=recompute)
         saved: list[int] = []
 
@@ -86,11 +97,14 @@ def test_recomputed_layers_change_no_bit_and_keep_less(chain: Chain) -> None:
             saved.append(tensor.untyped_storage().nbytes())
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            kept[recompute] = (*gradient(trainer), sum(saved))
-    assert kept[True][0] == kept[False][0]
-    same(kept[False][1], kept[True][1], 0.0)
-    assert kept[True][2] < kept[False][2] / 2
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), Products() as products:
+            found[recompute] = (*gradient(trainer), sum(saved), products.count)
+    loss, grads, kept, products_done = found["none"]
+    for recompute in ("selective", "full"):
+        assert found[recompute][0] == loss
+        same(grads, found[recompute][1], 0.0)
+        assert found[recompute][2] < kept / 2  # beside the products that `selective` keeps
+    assert found["selective"][3] == products_done < found["full"][3]
 
 
 def test_adapters_alone_move_and_are_merged_before_rounding(chain: Chain) -> None:
@@ -189,6 +203,17 @@ def test_answers_are_there_to_read_and_change_nothing(chain: Chain, capsys: pyte
         ({"lora_targets": ["q_proj"]}, r"distill.lora_targets \['q_proj'\]: adapters need a lora_rank above 0"),
         ({"lora_rank": 4, "weight_bits": 16}, "distill.lora_rank 4: adapters are merged .* weight_bits is 16"),
         ({"lora_rank": -1}, "distill.lora_rank -1: must not be negative"),
+        ({"lora_rank_stabilised": True}, "distill.lora_rank_stabilised True: adapters need a lora_rank above 0"),
+        (
+            {"weight_clip_lr": 5e-3, "weight_bits": 16},
+            r"distill.weight_clip_lr 0\.005: at 16 weight_bits no weight has",
+        ),
+        (
+            {"weight_clip_lr": 5e-3, "weight_bits": 16, "exceptions": ["down_proj=16"]},
+            "distill.weight_clip_lr .* no weight",
+        ),
+        ({"final_rate": 0.0}, r"distill.final_rate 0\.0: must be in \(0, 1\]"),
+        ({"rollout_new_tokens": 256}, "distill.rollout_new_tokens 256: must be below max_sequence_tokens, 256, which"),
         ({"parallelism": "tensor"}, "distill.parallelism 'tensor': allowed are ddp, fsdp2"),
         ({"device": "tpu"}, "distill.device 'tpu': allowed are cpu, cuda, auto"),
         ({"memory_gib": -2.0}, "distill.memory_gib -2.0: must not be negative"),
@@ -197,6 +222,14 @@ def test_answers_are_there_to_read_and_change_nothing(chain: Chain, capsys: pyte
 def test_settings_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DistillConfig(**options)
+
+
+def test_settings_that_do_go_together(chain: Chain) -> None:
+    DistillConfig(weight_clip_lr=5e-3, weight_bits=16, exceptions=["down_proj=4"])
+    DistillConfig(on_policy_fraction=0.0, rollout_new_tokens=256)
+    DistillConfig(rollout_new_tokens=255)
+    with pytest.raises(ValueError, match=r"distill.weight_clip_lr 0\.01: no weight is rounded, so no grid has an end"):
+        trainer_of(chain, weight_bits=16, exceptions=["down_in=8"], weight_clip_lr=0.01)  # which rounds activations
 
 
 def test_a_step_that_does_not_divide_among_the_processes(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
