@@ -10,7 +10,7 @@ TEMPLATE = (
 )
 
 
-def save_tiny_model(folder: Path, *, layers: int = 2, seed: int = 0) -> Path:
+def save_tiny_model(folder: Path, *, layers: int = 2, seed: int = 0, head_dim: int = 16) -> Path:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -30,7 +30,7 @@ def save_tiny_model(folder: Path, *, layers: int = 2, seed: int = 0) -> Path:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         initializer_range=0.1,

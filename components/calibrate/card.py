@@ -30,6 +30,7 @@ A low-bit student, distilled on its own rollouts by reflux and exported with the
     pip install -r requirements.txt
     python fallback.py "Why is the sky blue?"               # too many outliers in a prompt: the {weight_only} path
     python calibrate.py queries.txt --report report.json    # perplexity, latency and outliers on your own queries
+    PYTHONPATH=runtime vllm serve . --quantization reflux --enforce-eager    # in vLLM, activations rounded as here
 
 In Python, with `runtime/` on the path, `reflux.components.bundles.bundle.load_bundle(folder)` returns the model; pass
 it `position_ids`. Low-bit arithmetic is imitated in floating point: the results are those of the low-bit model, the

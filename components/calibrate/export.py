@@ -35,8 +35,18 @@ RUNTIME = (
     "kernels/dual_scale_quant/__init__.py",
     "kernels/dual_scale_quant/kernel.py",
     "kernels/dual_scale_quant/reference.py",
+    "components/serve/__init__.py",
+    "components/serve/served_bundle.py",
+    "components/serve/vllm_linear.py",
+    "components/serve/vllm_plugin.py",
 )
 """What loading a bundle needs of reflux, copied as it is: one definition of the deployed forward, wherever it runs."""
+
+DESCRIBED = {
+    "METADATA": "Metadata-Version: 2.1\nName: reflux-bundle\nVersion: 1\n",
+    "entry_points.txt": "[vllm.general_plugins]\nreflux = reflux.components.serve.vllm_plugin:register\n",
+}
+"""Makes runtime/ a distribution whose plugin vLLM finds once it is on the path; pyproject.toml has the same entry."""
 
 SCRIPTS = ("calibrate.py", "fallback.py")
 REQUIREMENTS = ("torch", "transformers", "safetensors")
@@ -78,6 +88,10 @@ def write_bundle(
         target = folder / "runtime" / "reflux" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(Path(roots[root].__path__[0]) / path, target)
+    distribution = folder / "runtime" / "reflux_bundle-1.dist-info"
+    distribution.mkdir()
+    for name, text in DESCRIBED.items():
+        (distribution / name).write_text(text)
 
 
 def _json(value: Any) -> str:

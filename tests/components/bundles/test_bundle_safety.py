@@ -56,7 +56,7 @@ def test_a_bundle_is_json_and_tensors(exported: Path) -> None:
     files = {path.relative_to(exported) for path in exported.rglob("*") if path.is_file()}
     code = {path for path in files if path.suffix == ".py"}
     assert {path for path in code if path.parts[0] != "runtime"} == {Path("calibrate.py"), Path("fallback.py")}
-    assert {path.suffix for path in files - code} <= DATA
+    assert {path.suffix or path.name for path in files - code} <= DATA | {"METADATA"}
     assert (exported / "policy_table.bin").read_bytes().startswith(b"RFXTABLE")
 
 

