@@ -17,6 +17,13 @@ from reflux.kernels.dual_scale_quant import largest_code
 KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Positions of the table's rows: dense where scales change, each later interval twice the one before."""
 
+
+def knots_of(per_doubling: int) -> tuple[int, ...]:
+    """KNOTS with so many in place of each one after the first; positions too near to be told apart are one."""
+    doublings = len(KNOTS) - 2
+    return (0, *sorted({round(2 ** (i / per_doubling)) for i in range(doublings * per_doubling + 1)}))
+
+
 SCALE_RANGE = (1e-4, 1e3)
 """A scale outside of this has saturated: training is stopped rather than continued on it."""
 

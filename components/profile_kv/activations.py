@@ -24,7 +24,8 @@ from reflux.kernels.dual_scale_quant import largest_code
 class ActivationWatch:
     """Statistics by (site, knot) of all valid tokens that pass; a random sample of each bucket's tokens is kept."""
 
-    def __init__(self, sample_tokens: int, sequences: int, seed: int) -> None:
+    def __init__(self, sample_tokens: int, sequences: int, seed: int, knots: tuple[int, ...] = KNOTS) -> None:
+        self.knots = knots
         self.quota = max(1, sample_tokens // sequences)  # per sequence, so that no trace fills a bucket alone
         self.generator = torch.Generator().manual_seed(seed)
         self.statistics: dict[tuple[str, int], SiteStatistics] = defaultdict(SiteStatistics)
@@ -32,7 +33,7 @@ class ActivationWatch:
 
     def begin(self, mask_BT: torch.Tensor) -> None:
         """Sort the coming batch's valid tokens into buckets of the nearest knot, once for all sites."""
-        knot_T = nearest_knot(torch.arange(mask_BT.shape[1]))
+        knot_T = nearest_knot(torch.arange(mask_BT.shape[1]), self.knots)
         self.buckets = []
         for knot in knot_T.unique().tolist():
             where_BT = mask_BT.bool() & (knot_T == knot)
@@ -50,22 +51,22 @@ def position_table(watch: ActivationWatch, sites: list[str], bits: int) -> Posit
     """Main scales of least squared error and mean outlier scales; a knot that was never reached takes its
     neighbour's.
     """
-    scales_SP2 = torch.zeros(len(sites), len(KNOTS), 2)
+    scales_SP2 = torch.zeros(len(sites), len(watch.knots), 2)
     for s, site in enumerate(sites):
-        for p in range(len(KNOTS)):
+        for p in range(len(watch.knots)):
             if (site, p) in watch.statistics:
                 seen = watch.statistics[site, p]
                 outlier = max(seen.token_absmax_mean / largest_code(bits), 1e-4)
                 scales_SP2[s, p] = torch.tensor([best_main_scale(seen.sample(), bits), outlier])
             else:
                 scales_SP2[s, p] = scales_SP2[s, p - 1]
-    return PositionTable(sites, scales_SP2)
+    return PositionTable(sites, scales_SP2, watch.knots)
 
 
 def activation_rows(watch: ActivationWatch, policy: PositionTable, bits: int) -> list[dict[str, Any]]:
     """Rows of profile_schemas.ACTIVATIONS, in order of site and position."""
     scales_SP2 = policy.scales()
-    edges = [0, *((a + b) // 2 + 1 for a, b in pairwise(KNOTS)), None]
+    edges = [0, *((a + b) // 2 + 1 for a, b in pairwise(watch.knots)), None]
     rows = []
     for (site, p), seen in sorted(watch.statistics.items(), key=lambda item: (policy.index[item[0][0]], item[0][1])):
         sample_ND = seen.sample()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reflux.components.declare import check_choices, choice, source
+from reflux.components.declare import check_choices, choice, later, source
 
 STAGE_VERSION = "2"
 
@@ -26,6 +26,10 @@ class ProfileKvConfig:
     """Traces per forward; part of the key because another size rounds differently."""
     activation_bits: int = 4
     """Bits that the main scale is chosen for, 2 to 8."""
+    knots_per_doubling: int = later(1)
+    """Rows of the position table for each doubling of the position. More follow scales more closely that fall with the
+    position, and rest on fewer tokens each.
+    """
     sample_tokens: int = 64
     """Tokens per site and position bucket on which candidate scales are tried; the whole bucket if smaller."""
     cost_traces: int = 4
@@ -50,7 +54,8 @@ class ProfileKvConfig:
     """Of the samples."""
 
     def __post_init__(self) -> None:
-        for name in ("profiled_traces", "max_sequence_tokens", "batch_traces", "sample_tokens", "cost_rounds"):
+        sizes = ("profiled_traces", "max_sequence_tokens", "batch_traces", "sample_tokens", "cost_rounds")
+        for name in (*sizes, "knots_per_doubling"):
             if getattr(self, name) < 1:
                 raise ValueError(f"profile_kv.{name} {getattr(self, name)}: must be at least 1")
         for name in ("cost_traces", "cost_tokens", "power_first_token"):

@@ -11,6 +11,7 @@ from reflux.components.algorithms.policies import (
     PositionTable,
     interpolate,
     interpolation_error,
+    knots_of,
     nearest_knot,
 )
 
@@ -123,3 +124,10 @@ def test_interpolation_error_by_the_formula_and_none_where_scales_lie_on_straigh
     expected = [abs(literal([curved_T[k].item() for k in (0, 3, 8)], (0, 3, 8), t) / curved_T[t].item() - 1)
                 for t in range(10)]  # fmt: skip
     assert interpolation_error(curved_T[None], (0, 3, 8, 64)).item() == pytest.approx(sum(expected) / 10, rel=1e-5)
+
+
+def test_one_row_for_each_doubling_is_the_default_and_four_stand_closer():
+    assert knots_of(1) == KNOTS
+    assert knots_of(4)[:16] == (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16, 19, 23, 27)
+    assert set(KNOTS) <= set(knots_of(4))
+    assert knots_of(4)[-1] == KNOTS[-1]
