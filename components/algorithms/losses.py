@@ -60,7 +60,7 @@ def cross_entropy(student_NV: torch.Tensor, teacher_NV: torch.Tensor, _: float =
     return expected(teacher_NV, torch.zeros_like(student_NV), student_NV)
 
 
-OBJECTIVES: dict[str, Objective] = {
+DISTRIBUTION_OBJECTIVES: dict[str, Objective] = {
     "beta_jsd": beta_jsd,
     "cross_entropy": cross_entropy,
     "forward_kl": forward_kl,
@@ -110,4 +110,4 @@ MIXTURES: dict[str, Callable[[float], Mixture]] = {
     "skew_forward_kl": _skewed_forward,
     "skew_reverse_kl": _skewed_reverse,
 }
-"""Those of OBJECTIVES that are divergences from a mixture, by their parameter: what a kernel is told."""
+"""Those of DISTRIBUTION_OBJECTIVES that are divergences from a mixture, by their parameter: what a kernel is told."""

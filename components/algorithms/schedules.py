@@ -54,10 +54,11 @@ def phase_at(phases: list[Phase], step: int) -> tuple[Phase, int]:
 
 
 def rate(step: int, steps: int, warmup_steps: int, final_share: float) -> float:
-    """Factor on a phase's learning rate: linear rise over `warmup_steps`, then linear fall to `final_share` at its
-    last step.
+    """Factor on a phase's learning rate: linear rise over `warmup_steps`, then linear fall from 1 to `final_share` at
+    its last step. Where that is the first one after the rise there is no time to fall: it is 1.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
-    left = (steps - 1 - step) / max(1, steps - 1 - warmup_steps)
+    falling = steps - 1 - warmup_steps
+    left = (steps - 1 - step) / falling if falling > 0 else 1.0
     return final_share + (1 - final_share) * left

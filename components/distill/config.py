@@ -9,7 +9,7 @@ from reflux.components.declare import check_choices, choice, setting, source
 
 from .terms import OBJECTIVES, ROLLOUTS, TRACES, Term, parse, require_place
 
-STAGE_VERSION = "5"
+STAGE_VERSION = "6"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +181,7 @@ class DistillConfig:
         check_choices(self)
         _check_ranges(self)
         _check_quantiser(self)
+        _check_lengths(self)
         _check_export(self)
         _check_objectives(self)
         if self.warmup_steps + self.joint_steps + self.finetune_steps < 1:
@@ -226,9 +227,9 @@ RANGE_OF = {
         "weight_clip_lr", "weight_decay", "validation_traces", "rollout_slots", "sharpen_temperature",
         "rollout_temperature", "lora_rank", "validate_every", "patience", "generations_every", "memory_gib",
     ),
-    "must be in [0, 1]": ("beta", "on_policy_fraction", "final_rate", "discount"),
+    "must be in [0, 1]": ("beta", "on_policy_fraction", "discount"),
     "must be in [0, 1)": ("ema_decay", "skew"),
-    "must be in (0, 1]": ("rollout_top_p",),
+    "must be in (0, 1]": ("final_rate", "rollout_top_p"),
 }  # fmt: skip
 """Range -> the fields that are held to it; NaN is in none."""
 
@@ -253,10 +254,27 @@ def _check_quantiser(config: DistillConfig) -> None:
         raise ValueError(
             f"distill.lora_targets {config.lora_targets}: adapters need a lora_rank above 0; at 0 weights are trained"
         )
+    if config.lora_rank_stabilised and not config.lora_rank:
+        raise ValueError("distill.lora_rank_stabilised True: adapters need a lora_rank above 0; at 0 weights are trained")
+    rounded = config.weight_bits < 16 or any(not text.endswith("=16") for text in config.exceptions)
+    if config.weight_clip_lr and not rounded:
+        raise ValueError(
+            f"distill.weight_clip_lr {config.weight_clip_lr}: at 16 weight_bits no weight has a grid whose end could be "
+            "learned; set it to 0, or take fewer bits"
+        )
     if config.rollout_engine == "vllm" and config.activation_bits < 16:
         raise ValueError(
             f"distill.rollout_engine 'vllm': vLLM does not round activations, and activation_bits is "
             f"{config.activation_bits}; take 'local', or 16 bits"
+        )
+
+
+def _check_lengths(config: DistillConfig) -> None:
+    """A rollout has a prompt before it, whose every token would cut one off the rollout."""
+    if config.on_policy_fraction > 0 and config.rollout_new_tokens >= config.max_sequence_tokens:
+        raise ValueError(
+            f"distill.rollout_new_tokens {config.rollout_new_tokens}: must be below max_sequence_tokens, "
+            f"{config.max_sequence_tokens}, which prompt and rollout have together"
         )
 
 

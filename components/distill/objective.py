@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 
 from reflux.components.algorithms.chunked_loss import TokenLoss, chunked_loss
 from reflux.components.algorithms.losses import (
+    DISTRIBUTION_OBJECTIVES,
     MIXTURES,
-    OBJECTIVES,
     log_probabilities,
     sampled_cross_entropy,
     sampled_forward_kl,
@@ -34,7 +34,7 @@ from .examples import Sequence
 from .fused import bucket_logprobs, summed_divergences
 from .observed import Observed, against_buckets, against_whole, entropy, observed_rows
 from .scorer import scored_token_ids, scorer
-from .stored import SampledTeacher, SparseTeacher
+from .stored import StoredBuckets, StoredDraws
 from .terms import Term
 
 
@@ -90,7 +90,7 @@ class DistillationLoss:
                 teacher_CV = self.teacher.log_probabilities(teacher_ND[rows])
                 if observed is not None:
                     seen = observed_rows(rows, len(hidden_ND))
-                    observed.add(against_whole(student_CV[seen], teacher_CV[seen]))
+                    observed.add(against_whole(student_CV[seen], teacher_CV[seen]), seen.step)
             return self._sum(terms, student_CV, teacher_CV, lambda: written(student_CV, teacher_CV, rows))
 
         return chunked_loss(hidden_ND, self.student.head, token_loss)
@@ -99,11 +99,11 @@ class DistillationLoss:
     def _observe_rollouts(self, hidden_ND: Tensor, teacher_ND: Tensor, observed: Observed) -> None:
         seen = observed_rows(slice(0, len(hidden_ND)), len(hidden_ND))
         whole = self.student.log_probabilities(hidden_ND[seen]), self.teacher.log_probabilities(teacher_ND[seen])
-        observed.add(against_whole(*whole))
+        observed.add(against_whole(*whole), seen.step)
 
     def _on_traces(self, hidden_ND: Tensor, traces: list[Sequence], observed: Observed | None) -> Tensor:
-        sparse = [s.teacher for s in traces if isinstance(s.teacher, SparseTeacher)]
-        sampled = [s.teacher for s in traces if isinstance(s.teacher, SampledTeacher)]
+        sparse = [s.teacher for s in traces if isinstance(s.teacher, StoredBuckets)]
+        sampled = [s.teacher for s in traces if isinstance(s.teacher, StoredDraws)]
         assert not (sparse and sampled), "traces of one artifact are in one store"
         token_ids_N = scored_token_ids(traces).to(hidden_ND.device)
         if sparse:
@@ -111,7 +111,7 @@ class DistillationLoss:
         return chunked_loss(hidden_ND, self.student.head, self._over_draws(sampled, token_ids_N, observed))
 
     def _over_buckets(
-        self, hidden_ND: Tensor, stored: list[SparseTeacher], token_ids_N: Tensor, observed: Observed | None
+        self, hidden_ND: Tensor, stored: list[StoredBuckets], token_ids_N: Tensor, observed: Observed | None
     ) -> Tensor:
         kept_NK = torch.cat([teacher.token_ids_TK for teacher in stored]).to(token_ids_N.device)
         teacher_NB = torch.cat([teacher.logprobs_TB for teacher in stored]).to(token_ids_N.device)
@@ -122,7 +122,8 @@ class DistillationLoss:
                 seen = observed_rows(slice(0, len(kept_NK)), len(kept_NK))
                 with torch.no_grad():
                     student_nV = self.student.log_probabilities(hidden_ND[seen])
-                observed.add(against_buckets(student_nV, student_NB[seen], teacher_NB[seen], kept_NK[seen]))
+                watched = against_buckets(student_nV, student_NB[seen], teacher_NB[seen], kept_NK[seen])
+                observed.add(watched, seen.step)
             return self._sum(terms, student_NB, teacher_NB, lambda: self._fused_written(hidden_ND, token_ids_N)).sum()
 
         def token_loss(logits_CP: Tensor, rows: slice) -> Tensor:
@@ -131,7 +132,7 @@ class DistillationLoss:
             if observed is not None:
                 seen = observed_rows(rows, len(kept_NK))
                 parts = (student_CV, student_CB, teacher_NB[rows], kept_NK[rows])
-                observed.add(against_buckets(*(part[seen] for part in parts)))
+                observed.add(against_buckets(*(part[seen] for part in parts)), seen.step)
             written = Written(student_N=_at(student_CV, token_ids_N[rows]))
             return self._sum(terms, student_CB, teacher_NB[rows], lambda: written)
 
@@ -142,7 +143,7 @@ class DistillationLoss:
         assert own_NB is not None, "the buckets of the same hidden states were fused"
         return Written(student_N=own_NB[:, 0])
 
-    def _over_draws(self, stored: list[SampledTeacher], token_ids_N: Tensor, observed: Observed | None) -> TokenLoss:
+    def _over_draws(self, stored: list[StoredDraws], token_ids_N: Tensor, observed: Observed | None) -> TokenLoss:
         """What is linear in the teacher's probabilities, which is all that draws can serve
         (`examples.require_usable`).
         """
@@ -164,7 +165,8 @@ class DistillationLoss:
                         "trace_kl_forward_nats": forward_C[seen],
                         "trace_student_entropy_nats": entropy(student_CV[seen]),
                         "trace_teacher_entropy_nats": entropy_N[rows][seen],
-                    }
+                    },
+                    seen.step,
                 )
             of_name = {
                 "cross_entropy": lambda: sampled_cross_entropy(student_CV, *draws),
@@ -182,7 +184,7 @@ class DistillationLoss:
         values = [
             WRITTEN_OBJECTIVES[term.name](written())
             if term.name in WRITTEN_OBJECTIVES
-            else OBJECTIVES[term.name](student_CB, teacher_CB, self.config.parameter(term))
+            else DISTRIBUTION_OBJECTIVES[term.name](student_CB, teacher_CB, self.config.parameter(term))
             for term in terms
         ]
         return reduce(add, (term.weight * value_C for term, value_C in zip(terms, values, strict=True)))

@@ -27,12 +27,14 @@ class Observed:
     sums: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
-    def add(self, values: Mapping[str, Tensor]) -> None:
-        """One-dimensional tensors; each name is averaged over all its entries."""
+    def add(self, values: Mapping[str, Tensor], stands_for: int = 1) -> None:
+        """One-dimensional tensors; each name is averaged over all its entries, of which each stands for so many tokens:
+        of a long micro-batch fewer are looked at, and it counts no less for that.
+        """
         totals = torch.stack([value_N.detach().double().sum() for value_N in values.values()]).tolist()
         for (name, value_N), total in zip(values.items(), totals, strict=True):
-            self.sums[name] = self.sums.get(name, 0.0) + total
-            self.counts[name] = self.counts.get(name, 0) + len(value_N)
+            self.sums[name] = self.sums.get(name, 0.0) + stands_for * total
+            self.counts[name] = self.counts.get(name, 0) + stands_for * len(value_N)
 
     @classmethod
     def together(cls, parts: Iterable[Observed]) -> Observed:
@@ -49,7 +51,9 @@ class Observed:
 
 
 def observed_rows(rows: slice, tokens: int) -> slice:
-    """Which of a chunk's rows are looked at, so that about OBSERVED_TOKENS of all `tokens` are, evenly spread."""
+    """Which of a chunk's rows are looked at, so that about OBSERVED_TOKENS of all `tokens` are, evenly spread; one of
+    them stands for as many tokens as the slice's step.
+    """
     every = -(-tokens // OBSERVED_TOKENS)
     return slice(-rows.start % every, None, every)
 

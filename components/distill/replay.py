@@ -26,12 +26,12 @@ from reflux.components.provenance import public_uri
 from . import parallel
 from .config import DistillConfig
 from .examples import Sequence
-from .stored import SampledTeacher, SparseTeacher
+from .stored import StoredBuckets, StoredDraws
 from .trainer import Trainer
 
-FORMAT = "reflux-replay/1"
+FORMAT = "reflux-replay/2"
 SOURCES = ("teacher", "student_uri")
-TEACHERS = {kind.__name__: kind for kind in (SparseTeacher, SampledTeacher)}
+TEACHERS = {kind.__name__: kind for kind in (StoredBuckets, StoredDraws)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,19 +14,19 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseTeacher:
+class StoredBuckets:
     """Of the `topk` store: a distribution over K + 1 buckets, which any objective may use."""
 
     token_ids_TK: torch.Tensor
     logprobs_TB: torch.Tensor
     """[T, K + 1] nats: the kept tokens, and last everything else together."""
 
-    def first(self, tokens: int) -> SparseTeacher:
-        return SparseTeacher(token_ids_TK=self.token_ids_TK[:tokens], logprobs_TB=self.logprobs_TB[:tokens])
+    def first(self, tokens: int) -> StoredBuckets:
+        return StoredBuckets(token_ids_TK=self.token_ids_TK[:tokens], logprobs_TB=self.logprobs_TB[:tokens])
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledTeacher:
+class StoredDraws:
     """Of the `sampled` store: what is linear in the teacher's probabilities is unbiased, nothing else is known."""
 
     token_ids_TU: torch.Tensor
@@ -34,31 +34,31 @@ class SampledTeacher:
     """Share of the draws, an unbiased estimate of the probability; 0 in places that are not used."""
     entropy_nats_T: torch.Tensor
 
-    def first(self, tokens: int) -> SampledTeacher:
-        return SampledTeacher(
+    def first(self, tokens: int) -> StoredDraws:
+        return StoredDraws(
             token_ids_TU=self.token_ids_TU[:tokens],
             weights_TU=self.weights_TU[:tokens],
             entropy_nats_T=self.entropy_nats_T[:tokens],
         )
 
 
-Stored = SparseTeacher | SampledTeacher
+Stored = StoredBuckets | StoredDraws
 Row = Mapping[str, pa.Scalar]
 
 
-def _topk(row: Row) -> SparseTeacher:
+def _topk(row: Row) -> StoredBuckets:
     ids, logprobs = (_flat(row[name]).reshape(len(row[name]), -1) for name in ("topk_token_ids", "topk_logprobs"))
     buckets = np.concatenate([logprobs, _flat(row["tail_logmass"])[:, None]], axis=1, dtype=np.float32)
-    return SparseTeacher(token_ids_TK=torch.from_numpy(ids.astype(np.int64)), logprobs_TB=torch.from_numpy(buckets))
+    return StoredBuckets(token_ids_TK=torch.from_numpy(ids.astype(np.int64)), logprobs_TB=torch.from_numpy(buckets))
 
 
-def _sampled(row: Row) -> SampledTeacher:
+def _sampled(row: Row) -> StoredDraws:
     ids, counts = _flat(row["sampled_token_ids"]).astype(np.int64), _flat(row["sampled_counts"]).astype(np.float32)
     lengths = row["sampled_counts"].values.value_lengths().to_numpy()
     used_TU = np.arange(lengths.max()) < lengths[:, None]
     ids_TU, counts_TU = np.zeros(used_TU.shape, np.int64), np.zeros(used_TU.shape, np.float32)
     ids_TU[used_TU], counts_TU[used_TU] = ids, counts
-    return SampledTeacher(
+    return StoredDraws(
         token_ids_TU=torch.from_numpy(ids_TU),
         weights_TU=torch.from_numpy(counts_TU / counts_TU.sum(-1, keepdims=True)),
         entropy_nats_T=torch.from_numpy(_flat(row["entropy_nats"]).copy()),

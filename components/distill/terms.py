@@ -34,7 +34,7 @@ OBJECTIVES = {
     "sampled_reverse_kl": Traits(only_on=ROLLOUTS),
     "sharpening": Traits(only_on=ROLLOUTS),
 }
-"""A new objective is a function, named in the table of its file, and its line here."""
+"""Every objective that a recipe may name. Its function is in DISTRIBUTION_OBJECTIVES or WRITTEN_OBJECTIVES."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,10 @@ class Trainer:
         adapted = any(MARK in name for name in named)
         masters = {name: p for name, p in named.items() if name not in self.clipping and (MARK in name) == adapted}
         self.weights = {name: p for name, p in named.items() if name in masters or name in self.clipping}
+        if config.weight_clip_lr and not self.clipping:
+            raise ValueError(
+                f"distill.weight_clip_lr {config.weight_clip_lr}: no weight is rounded, so no grid has an end to learn"
+            )
         groups = [
             {"params": list(self.policy.values()), "weight_decay": 0.0},
             {"params": [p for p in masters.values() if p.ndim > 1], "weight_decay": config.weight_decay},

@@ -91,7 +91,9 @@ def test_gradient_is_finite_and_vanishes_between_equals(name: str, beta: float):
 def test_gradient_by_finite_differences(name: str):
     logits_NV = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(6), requires_grad=True)
     teacher_NV = log_probs(2, 5, 7).double()
-    assert torch.autograd.gradcheck(lambda x: DISTRIBUTION_OBJECTIVES[name](x.log_softmax(-1), teacher_NV, 0.3), logits_NV)
+    assert torch.autograd.gradcheck(
+        lambda x: DISTRIBUTION_OBJECTIVES[name](x.log_softmax(-1), teacher_NV, 0.3), logits_NV
+    )
 
 
 def test_the_ends_of_beta_are_the_scaled_limits():
@@ -169,7 +171,9 @@ def test_a_support_that_is_not_covered_costs_infinitely_much():
 def test_finite_where_probabilities_underflow_in_bfloat16(name: str, beta: float):
     gap = torch.tensor([[0.0, -300.0, -1e4], [0.0, -1e4, -300.0]], dtype=torch.bfloat16)
     student_logits = gap.clone().requires_grad_()
-    found_N = DISTRIBUTION_OBJECTIVES[name](log_probabilities(student_logits, 3), log_probabilities(gap.flip(0), 3), beta)
+    found_N = DISTRIBUTION_OBJECTIVES[name](
+        log_probabilities(student_logits, 3), log_probabilities(gap.flip(0), 3), beta
+    )
     assert found_N.dtype == torch.float32
     assert found_N.isfinite().all()
     assert torch.autograd.grad(found_N.sum(), student_logits)[0].isfinite().all()

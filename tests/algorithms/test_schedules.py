@@ -57,3 +57,10 @@ def test_the_rate_rises_to_one_and_falls_to_its_share():
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 5), (2, 1), (3, 3), (5, 100)])
 def test_the_rate_of_a_short_phase_is_a_usable_factor(steps: int, warmup: int):
     assert all(0 < rate(step, steps, warmup, 0.1) <= 1 for step in range(steps))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2, 5])
+def test_the_only_step_after_the_rise_has_the_whole_rate(warmup: int):
+    assert rate(warmup, warmup + 1, warmup, 0.0) == 1.0
+    assert rate(warmup, warmup + 2, warmup, 0.25) == 1.0
+    assert rate(warmup + 1, warmup + 2, warmup, 0.25) == 0.25

@@ -290,7 +290,7 @@ def test_lengths_beyond_the_context(configs: dict[str, Any], store: Store, stage
         ("distill", {"validation_traces": 9}, "validation_traces 9: there are only 8 training prompts shorter than"),
         (
             "distill",
-            {"max_sequence_tokens": 8},
+            {"max_sequence_tokens": 8, "rollout_new_tokens": 7},
             "there are only 0 training prompts shorter than .*max_sequence_tokens 8",
         ),
         (
@@ -316,7 +316,7 @@ def test_answers_that_outgrow_a_student_of_shorter_context(
     (student / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
     configs = with_model(configs, "student_uri", student)
     configs = changed(configs, "profile_kv", max_sequence_tokens=64)
-    configs = changed(configs, "distill", max_sequence_tokens=64)
+    configs = changed(configs, "distill", max_sequence_tokens=64, rollout_new_tokens=32)
     configs = changed(configs, "evaluate", generation_tokens=8, latency_tokens=20)
     assert preflight.check(configs, store)
     with pytest.raises(ValueError, match=r"max_new_tokens 100: after the longest prompt, \d+ tokens, .* context, 128"):

@@ -293,6 +293,44 @@ def test_observed_tokens_are_spread_over_all_chunks(tokens: int) -> None:
     assert len(seen) <= OBSERVED_TOKENS
 
 
+def test_a_micro_batch_weighs_by_its_tokens_however_few_are_looked_at() -> None:
+    observed = Observed()
+    for tokens, value in ((30, 1.0), (640, 2.0)):
+        for start in range(0, tokens, 64):
+            rows = slice(start, min(start + 64, tokens))
+            seen = observed_rows(rows, tokens)
+            observed.add({"value": torch.full((rows.stop - rows.start,), value)[seen]}, seen.step)
+    assert observed.means() == {"value": pytest.approx((30 * 1.0 + 640 * 2.0) / 670)}
+
+
+def test_the_loss_tells_how_many_tokens_each_observed_one_stands_for(both: Pair) -> None:
+    """Live and stored teachers, in a short micro-batch and in one that is too long to be looked at whole."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, len(both.tokenizer), (400,), generator=generator).tolist()
+    for kind in ("rollout", "topk", "sampled"):
+        made = []
+        for tokens in (20, 400):
+            scored, teacher = tokens - 1, None
+            if kind == "topk":
+                kept_TK = torch.arange(2).repeat(scored, 1)
+                teacher = StoredBuckets(token_ids_TK=kept_TK, logprobs_TB=torch.full((scored, 3), 1 / 3).log())
+            if kind == "sampled":
+                drawn = {"token_ids_TU": torch.zeros(scored, 1, dtype=torch.long), "weights_TU": torch.ones(scored, 1)}
+                teacher = StoredDraws(**drawn, entropy_nats_T=torch.zeros(scored))
+            made.append(Sequence(token_ids=ids[:tokens], first_scored=1, teacher=teacher))
+        loss = both.loss(objective="forward_kl", max_sequence_tokens=400)
+        apart, together = [Observed(), Observed()], Observed()
+        with torch.no_grad():
+            for sequence, alone in zip(made, apart, strict=True):
+                loss([sequence], alone)
+                loss([sequence], together)
+        (name,) = {"kl_forward_nats", "trace_kl_forward_nats"} & together.means().keys()
+        short, long = (each.means()[name] for each in apart)
+        assert short != pytest.approx(long, rel=0.01)
+        assert together.counts[name] == pytest.approx(19 + 399, rel=0.02)
+        assert together.means()[name] == pytest.approx((19 * short + 399 * long) / (19 + 399), rel=0.02)
+
+
 @pytest.mark.heavy
 def test_watching_adds_little_to_head_and_loss(capsys: pytest.CaptureFixture[str]) -> None:
     """At SmolLM2's width and vocabulary, in CPU seconds; medians of rounds in turn."""

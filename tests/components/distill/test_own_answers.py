@@ -16,7 +16,8 @@ from reflux.components.algorithms.written_losses import WRITTEN_OBJECTIVES
 from reflux.components.distill.config import DistillConfig
 from reflux.components.distill.terms import OBJECTIVES, Term, parse
 
-FULL = {"weight_bits": 16, "activation_bits": 16, "activation": "plain", "warmup_steps": 0, "joint_steps": 0}
+FULL = {"weight_bits": 16, "activation_bits": 16, "activation": "plain", "warmup_steps": 0, "joint_steps": 0,
+        "weight_clip_lr": 0.0}  # fmt: skip
 OWN = {"score_prompts": False, "trace_objective": "forward_kl"}
 
 
