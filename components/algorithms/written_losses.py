@@ -1,7 +1,7 @@
 """Objectives that need only the log-probabilities of the tokens that were written, not whole distributions.
 
 Each takes `Written` and returns nats per token, so that a recipe adds them to the objectives of losses.py by name and
-weight. Shapes: N tokens, V vocabulary of the tokenizer, S sequences.
+weight. Shapes: N tokens, V vocabulary of the tokenizer, S sequences, G prompts, M answers to each.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Written:
     """
     weight_N: Tensor | None = None
     """Importance weight of the token's sequence, 1 on average."""
+    advantage_N: Tensor | None = None
+    """Of the token's sequence among the answers to its prompt, as a verifier judged them (`group_advantages`)."""
 
 
 def next_token(written: Written) -> Tensor:
@@ -44,13 +46,10 @@ def sampled_reverse_kl(written: Written) -> Tensor:
     one on the edge of a nucleus, outside it at one of the two times, counts nothing.
     """
     assert written.teacher_N is not None
-    assert written.drawn_N is not None
-    now_N = written.student_N.detach()
-    possible_N = (now_N > -torch.inf) & (written.drawn_N > -torch.inf)
-    advantage_N = (written.teacher_N - now_N).masked_fill(~possible_N, 0.0)
+    possible_N, ratio_N = _since_drawn(written)
+    advantage_N = (written.teacher_N - written.student_N.detach()).masked_fill(~possible_N, 0.0)
     if written.later_N is not None:
         advantage_N = advantage_N + written.later_N
-    ratio_N = (written.student_N - written.drawn_N).masked_fill(~possible_N, -torch.inf).exp()
     return -advantage_N * ratio_N
 
 
@@ -60,11 +59,38 @@ def sharpening(written: Written) -> Tensor:
     return -written.weight_N * written.student_N
 
 
+def verifier(written: Written) -> Tensor:
+    """[N] −A * pi_S(y_t) now over then, A the advantage of the whole answer: policy gradient by a rule that says
+    whether an answer is right, relative to its group (GRPO, arXiv 2402.03300, eq. 3, without its clipping and its KL:
+    the KL of a recipe is another term). The value is about 0 by construction; what falls is the share of wrong answers.
+    """
+    assert written.advantage_N is not None
+    _, ratio_N = _since_drawn(written)
+    return -written.advantage_N * ratio_N
+
+
+def _since_drawn(written: Written) -> tuple[Tensor, Tensor]:
+    """[N] whether the token can be drawn now and could then, and pi_S now over then, 0 where not."""
+    assert written.drawn_N is not None
+    possible_N = (written.student_N.detach() > -torch.inf) & (written.drawn_N > -torch.inf)
+    return possible_N, (written.student_N - written.drawn_N).masked_fill(~possible_N, -torch.inf).exp()
+
+
 WRITTEN_OBJECTIVES: dict[str, Callable[[Written], Tensor]] = {
     "next_token": next_token,
     "sampled_reverse_kl": sampled_reverse_kl,
     "sharpening": sharpening,
+    "verifier": verifier,
 }
+
+
+def group_advantages(reward_GM: Tensor) -> Tensor:
+    """[G, M] (reward − mean) / standard deviation over the M answers to each of G prompts: mean 0, variance 1. 0 for a
+    prompt whose answers are all equally good: nothing can be learned from comparing them.
+    """
+    centred_GM = reward_GM - reward_GM.mean(-1, keepdim=True)
+    deviation_G1 = centred_GM.square().mean(-1, keepdim=True).sqrt()
+    return torch.where(deviation_G1 > 0, centred_GM / deviation_G1.where(deviation_G1 > 0, 1.0), 0.0)
 
 
 def discounted_later(reward_N: Tensor, lengths_S: list[int], discount: float) -> Tensor:

@@ -14,9 +14,11 @@ from reflux.components.algorithms.written_losses import (
     Written,
     discounted_later,
     drawn_from,
+    group_advantages,
     next_token,
     sampled_reverse_kl,
     sharpening,
+    verifier,
 )
 
 V = 7
@@ -163,3 +165,27 @@ def test_greedy_answers_have_no_density() -> None:
     with pytest.raises(ValueError, match="temperature 0: greedy"):
         drawn_from(torch.zeros(1, V), 0, 1.0)
     assert math.isfinite(drawn_from(torch.zeros(1, V).log_softmax(-1), 0.01, 1.0).sum())
+
+
+def test_advantages_are_those_of_the_group_and_nothing_where_all_are_alike() -> None:
+    reward_GM = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0.2, 0.7, 0.1, 3]])
+    reward = reward_GM.double().numpy()
+    deviation = reward.std(-1, keepdims=True)
+    expected = np.where(deviation > 0, (reward - reward.mean(-1, keepdims=True)) / np.maximum(deviation, 1e-300), 0)
+    np.testing.assert_allclose(group_advantages(reward_GM).numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert not group_advantages(reward_GM)[2:4].any()
+    assert not group_advantages(torch.ones(3, 1)).any()
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.7])
+def test_the_verifiers_mean_over_draws_is_the_policy_gradient(shift: float) -> None:
+    """Of the expected advantage; also for draws of an older student."""
+    logits_V, _ = distributions(7)
+    student_V = logits_V.log_softmax(-1)
+    drawn_V = (logits_V.detach() + shift * torch.arange(V)).log_softmax(-1)
+    advantage_V = torch.linspace(-1, 2, V, dtype=torch.float64)
+    each_V = verifier(Written(student_N=student_V, drawn_N=drawn_V, advantage_N=advantage_V))
+    (found_V,) = torch.autograd.grad((drawn_V.exp() * each_V).sum(), logits_V, retain_graph=True)
+    probability = np.exp(student_V.detach().numpy())
+    gain = advantage_V.numpy() - (probability * advantage_V.numpy()).sum()
+    np.testing.assert_allclose(found_V.numpy(), -probability * gain, rtol=1e-9)
