@@ -16,7 +16,19 @@ from typing import Any
 
 import click
 
-from reflux.pipelines.cli import evaluate, kubeflow, promote, register, replay, results, run, schedule, store, submit
+from reflux.pipelines.cli import (
+    doctor,
+    evaluate,
+    kubeflow,
+    promote,
+    register,
+    replay,
+    results,
+    run,
+    schedule,
+    store,
+    submit,
+)
 
 
 class WrongInput(click.ClickException):
@@ -61,7 +73,7 @@ COMMANDS = (
     schedule.schedule,
     results.lineage,
     promote.promote,
-    run.doctor,
+    doctor.doctor,
     replay.replay,
     store.store,
 )

@@ -23,6 +23,7 @@ from .config import DistillConfig
 from .dealing import Deck, RolloutBuffer
 from .engines import ENGINES, Rolling
 from .examples import Sequence, require_contract, require_usable, training_examples
+from .gpu_memory import gpu_memory
 from .memory import need_of, require_memory
 from .objective import DistillationLoss
 from .own_answers import answering
@@ -49,7 +50,7 @@ def run(
         print(remark, flush=True)
     examples, validation = _split(training_examples(traces, config.max_sequence_tokens), config.validation_traces)
 
-    policy = _profiled(profile, scheme_of(config)) if scheme_of(config).needs_policy else None
+    policy = profiled(profile, scheme_of(config))
     device = device_of(config)
     model = make_student(config, models.load_model(student_path), policy).to(device)
     teacher = models.load_model(student.source("teacher")).to(device)
@@ -87,7 +88,10 @@ def run(
     return metrics | {name: value for name, value in trainer.history[-1].values.items() if not name.endswith("_lr")}
 
 
-def _profiled(profile: Artifact, scheme: Scheme) -> PositionTable:
+def profiled(profile: Artifact, scheme: Scheme) -> PositionTable | None:
+    """The table that profile_kv wrote, for the scheme's bits; None where the scheme needs none."""
+    if not scheme.needs_policy:
+        return None
     table = policy_table.decode(profile.file("policy_table.bin"))
     return profiled_table(table, scheme, int(profile.config["activation_bits"]))
 
@@ -212,6 +216,8 @@ def _write(student: Writer, trainer: Trainer, watched: Watched, folder: Path) ->
     student.write_table(
         "training_times", pa.Table.from_pylist(times, schemas.TRAINING_TIMES), schemas.TRAINING_TIMES, measured=True
     )
+    if (taken := gpu_memory(next(trainer.student.parameters()).device)) is not None:
+        student.write_file("gpu_memory.json", json.dumps(taken).encode(), measured=True)
     if trainer.config.generations_every:  # a setting decides that it is there, so it is no part of the result
         answers = pa.Table.from_pylist(watched.generations, schemas.TRAINING_GENERATIONS)
         student.write_table("training_generations", answers, schemas.TRAINING_GENERATIONS, measured=True)

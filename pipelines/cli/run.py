@@ -1,4 +1,4 @@
-"""Commands of a run on this machine: run, and doctor, which says whether one can be begun."""
+"""reflux run: a recipe on this machine."""
 
 from __future__ import annotations
 
@@ -79,25 +79,6 @@ def run(
         sys.exit(INTERRUPTED)
     if not passed:
         sys.exit(GATE_FAILED)
-
-
-@click.command()
-@STORE
-@ENDPOINT
-@DATA_DIR
-def doctor(store: str, endpoint: str, data_dir: Path) -> None:
-    """Can this machine run the pipeline? Every finding comes with its remedy."""
-    from reflux.pipelines.doctor import examine
-
-    colors = {"ok": "green", "warn": "yellow", "fail": "red"}
-    failed = False
-    for finding in examine(store, endpoint, data_dir):
-        failed = failed or finding.status == "fail"
-        remedy = f"  ->  {finding.fix}" if finding.fix else ""
-        status = click.style(f"{finding.status:4}", fg=colors[finding.status])
-        click.echo(f"{status}  {finding.check:9} {finding.found}{remedy}")
-    if failed:
-        sys.exit(1)
 
 
 def _containers(runner: str, **chosen: Any) -> Any:

