@@ -67,11 +67,11 @@ def choice(default: str, choices: Sequence[str]) -> Any:
     return dataclasses.field(default=default, metadata={"choices": tuple(choices)})
 
 
-def later(default: Any) -> Any:
+def later(default: Any, choices: Sequence[str] = ()) -> Any:
     """A key field that a stage got after results had been made. Its default says what was done before, and is not
-    hashed: those results are still found.
+    hashed: those results are still found. `choices` as of `choice`.
     """
-    return dataclasses.field(default=default, metadata={"later": True})
+    return dataclasses.field(default=default, metadata={"later": True, "choices": tuple(choices)})
 
 
 def choices(config_class: type) -> dict[str, tuple[str, ...]]:
