@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from reflux.components import declare
 
-SOURCES = ("teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri", "entity_model")
+SOURCES = ("teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri", "entity_model", "start_uri")
 """What a whole run has one of, and several stages read."""
 
 KUBERNETES = "kubernetes"

@@ -22,7 +22,9 @@ from reflux.components.collect_traces.teachers import teacher_ids
 from reflux.components.collect_traces.teachers.server import check_server, configured_servers
 from reflux.components.distill.examples import require_usable
 from reflux.components.distill.memory import need_of, require_memory
+from reflux.components.distill.stage import remarks as remarks_on_training
 from reflux.components.distill.stage import scheme_of, steps_of
+from reflux.components.distill.start import find_start
 from reflux.components.evaluate.room import require_room
 from reflux.components.evaluate.text import evaluation_text
 from reflux.components.ingest_labels.known_traces import Traces
@@ -59,6 +61,10 @@ def check(
         raise ValueError(f"distill.{error}") from None
     check_strategies(collect.key_token_strategies, collect.key_token_weights)
     steps_of(distill, has_policy=scheme_of(distill).needs_policy)
+    if distill.start_uri:
+        find_start(paths[distill.start_uri], scheme_of(distill), whole=weights)
+    if distill.compares_layers:
+        _require_same_layers(teacher, student)
     require_usable(distill, collect.trace_store, collect.top_k)
     if collect.trace_store == "topk" and collect.top_k > len(tokenizer):
         raise ValueError(f"collect_traces.top_k {collect.top_k}: the teacher's vocabulary has {len(tokenizer)} tokens")
@@ -74,6 +80,7 @@ def check(
         window_tokens=evaluate.window_tokens,
     )
     remarks = [f"{len(prompts)} prompts, {sum(prompt.split == 'heldout' for prompt in prompts)} of them held out"]
+    remarks += remarks_on_training(distill, has_policy=scheme_of(distill).needs_policy)
     needed = need_of(distill, student, teacher)
     remarks.append(require_memory(needed, distill) if weights else f"distill: {needed.described()}")
     if collect.prompts_per_dimension:
@@ -110,6 +117,17 @@ def _same_tokenizer(teacher: Path, student: Path) -> Any:
     for path in {teacher, student}:
         models.require_rows(path, tokenizer)
     return tokenizer
+
+
+def _require_same_layers(teacher: Path, student: Path) -> None:
+    """Refuse what compares hidden states of models that have none in common."""
+    shapes = [models.model_shape(path) for path in (teacher, student)]
+    of_teacher, of_student = ((shape.layers, shape.hidden) for shape in shapes)
+    if of_teacher != of_student:
+        raise ValueError(
+            f"distill.objective, warmup_patience: bridge and the activation KL compare hidden states; the teacher has "
+            f"{of_teacher[0]} layers of {of_teacher[1]}, the student {of_student[0]} of {of_student[1]}"
+        )
 
 
 def _require_context(configs: Mapping[str, Any], teacher: int, student: int) -> None:

@@ -41,6 +41,7 @@ def distillation(config: "Recipe", image: str = "", *, name: str, attended: bool
         labels_uri: str = config.labels_uri,
         eval_text_uri: str = config.eval_text_uri,
         entity_model: str = config.entity_model,
+        start_uri: str = config.start_uri,
         objective: str = config.distill.objective,
         registered_model: str = config.evaluate.registered_model,
         accelerator: str = "",  # "" is none
@@ -54,6 +55,7 @@ def distillation(config: "Recipe", image: str = "", *, name: str, attended: bool
         form = {
             "recipe": recipe, "teacher": teacher, "student": student, "prompts_uri": prompts_uri,
             "labels_uri": labels_uri, "eval_text_uri": eval_text_uri, "entity_model": entity_model,
+            "start_uri": start_uri,
             "objective": objective, "registered_model": registered_model, "accelerator": accelerator,
             "accelerators": accelerators,
         }  # fmt: skip
@@ -73,7 +75,8 @@ def distillation(config: "Recipe", image: str = "", *, name: str, attended: bool
                 answers.after(prerequisites(config.stages(), **form, **at))
             profile = profile_kv(config.profile_kv, traces=traces, student_uri=student, **at).outputs["profile"]
             labels = ingest_labels(config.ingest_labels, traces=traces, labels_uri=labels_uri, **at).outputs["labels"]
-            taught = {"traces": traces, "profile": profile, "labels": labels, "objective": objective}
+            taught = {"traces": traces, "profile": profile, "labels": labels}
+            taught |= {"objective": objective, "start_uri": start_uri}
             job_of_pods = {} if attended else pods.train_job("distill", image)
             learned = distill(config.distill, **taught, **job_of_pods, **models, **at).outputs["student"]
             seen = {"student": learned, "profile": profile, "traces": traces}

@@ -7,6 +7,7 @@ passes through all phases.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -25,6 +26,10 @@ class Phase:
     """The policy moves every so many steps."""
     last_layers: int
     """Decoder layers trained, counted from the last; -1 for all, 0 none."""
+    teacher_weight: tuple[float, float] = (1.0, 1.0)
+    """Share of the teacher in what is minimised on traces, at the first step and at the last."""
+    gradient_clip: float = 0.0
+    """Largest norm of the gradient; 0 is no other than in the other phases."""
 
 
 def capped(phases: list[Phase], max_steps: int) -> list[Phase]:
@@ -51,6 +56,22 @@ def phase_at(phases: list[Phase], step: int) -> tuple[Phase, int]:
             return phase, within
         within -= phase.steps
     raise ValueError(f"step {step} lies beyond the schedule")
+
+
+def teacher_weight(phase: Phase, step: int) -> float:
+    """At a step of the phase, from 0: linear between its ends."""
+    first, last = phase.teacher_weight
+    return first + (last - first) * step / max(1, phase.steps - 1)
+
+
+def has_settled(values: Sequence[float], patience: int) -> bool:
+    """Whether what should fall has stopped falling: the mean of the last `patience` values is no lower than that of as
+    many before. Never for 0, nor before there are so many.
+    """
+    if not patience or len(values) < 2 * patience:
+        return False
+    last, before = values[-patience:], values[-2 * patience : -patience]
+    return sum(last) >= sum(before)
 
 
 def rate(step: int, steps: int, warmup_steps: int, final_share: float) -> float:

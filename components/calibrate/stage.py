@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from reflux.components import models, progress
 from reflux.components.algorithms.layer_bits import FULL_PRECISION
@@ -22,7 +21,7 @@ from reflux.components.algorithms.low_bit import (
     watching_sites,
 )
 from reflux.components.artifacts import Artifact, Writer
-from reflux.components.bundles import policy_table
+from reflux.components.bundles import latent, policy_table
 from reflux.components.bundles.bundle import load_bundle, quantized_bits
 from reflux.components.sequences import padded
 
@@ -85,20 +84,9 @@ def _trained(student: Artifact, base_path: Path, scheme: Scheme, scratch: Path) 
     """The forward that was trained: the base model with the student's master weights and table, under its scheme."""
     policy = policy_table.decode(student.file("policy_table.bin")) if scheme.needs_policy else None
     model = apply_scheme(models.load_model(base_path), scheme, policy)
-    file = scratch / "latent.safetensors"
-    student.download("latent.safetensors", file)
-    with safe_open(file, framework="pt") as latent:
-        if (latent.metadata() or {}).get("checkpoint") != "latent":
-            raise ValueError(
-                "student: latent.safetensors is not marked as master weights; refusing to quantise it again"
-            )
-        state = {name: latent.get_tensor(name) for name in latent.keys()}  # noqa: SIM118  no mapping
-    for name, value in state.items():
-        if not value.isfinite().all():
-            raise ValueError(f"student: {name} is not finite everywhere, and cannot be put on a grid")
-    unknown = model.load_state_dict(state, strict=False).unexpected_keys
-    if unknown:
-        raise ValueError(f"student: {len(unknown)} weights do not belong to {base_path.name}, e.g. {unknown[0]}")
+    file = scratch / latent.NAME
+    student.download(latent.NAME, file)
+    latent.load_latent(model, file, who="student", base=base_path.name)
     return model
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from reflux.components.declare import check_choices, choice, setting, source
+from reflux.components.declare import check_choices, choice, later, setting, source
 
-from .terms import OBJECTIVES, ROLLOUTS, TRACES, Term, parse, require_place
+from .objective_checks import OF_DRAWS, check_objectives
+from .terms import OBJECTIVES, Term, parse
 
-STAGE_VERSION = "6"
+STAGE_VERSION = "7"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +21,15 @@ class DistillConfig:
     """The model that scores rollouts: folder, GGUF file, s3:// prefix or hub id."""
     student_uri: str = source()
     """The student before training, in full precision."""
+    start_uri: str = source()
+    """An earlier distill whose master weights and position table are begun with, of the same scheme: its folder in a
+    store, objects/distill/KEY, or its files. "" begins with student_uri's weights and the profile's table.
+    """
 
     objective: str = "beta_jsd"
     """Per token, a name or a weighted sum ("0.9*beta_jsd + 0.1*cross_entropy"): beta_jsd, forward_kl, reverse_kl,
-    skew_forward_kl, skew_reverse_kl, cross_entropy; on rollouts also sampled_reverse_kl and sharpening, on traces
-    next_token.
+    skew_forward_kl, skew_reverse_kl, cross_entropy, bridge, range_alignment; on rollouts also sampled_reverse_kl,
+    sharpening and verifier, on traces next_token.
     """
     trace_objective: str = ""
     """The one on traces; "" is the same as on rollouts."""
@@ -32,6 +37,12 @@ class DistillConfig:
     """Of beta_jsd, in [0, 1]: 0 is the forward KL, 1 the reverse. 0 recovers quantisation loss fastest."""
     skew: float = 0.1
     """Of the skew KLs, in [0, 1): share of the first distribution in the second. The published value."""
+    bridge_fraction: float = later(0.2)
+    """Of bridge, in (0, 1]: share of a sequence's places (layer, token), those where the layer's output is furthest
+    from the teacher's, on which the squared relative distance is minimised. The published value.
+    """
+    alignment_width: float = later(14.0)
+    """Of range_alignment, nats: a logit further below its token's largest one is as good as this far below."""
     discount: float = 0.0
     """Of sampled_reverse_kl, in [0, 1]: how much the advantages of later tokens count for a token."""
     off_distribution: str = choice("refuse", ("refuse", "renormalise"))
@@ -46,6 +57,12 @@ class DistillConfig:
     """Answers to one prompt that are weighed against each other; must divide rollout_batch."""
     sharpen_block_tokens: int = 64
     """Tokens between two looks at the weights."""
+    verified_task: str = later("addition")
+    """Of verifier: the task of distill/verified_tasks.py that its rollouts answer, instead of the traces' prompts."""
+    verified_problems: int = later(512)
+    """Different problems of that task."""
+    group_answers: int = later(4)
+    """Of verifier: answers to one problem that are compared with each other; must divide rollout_batch."""
     on_policy_fraction: float = 0.5
     """Lambda: share of the sequences that are the student's own rollouts, scored by the teacher; the rest are traces.
     """
@@ -70,6 +87,10 @@ class DistillConfig:
 
     warmup_steps: int = 100
     """Steps in which only the position table moves."""
+    warmup_patience: int = later(0)
+    """These steps end early once the activation KL, averaged over so many of them, is no lower than over as many
+    before; 0: not before their number.
+    """
     warmup_policy_lr: float = 1e-4
     """Rate of the table's log-scales there."""
     joint_steps: int = 500
@@ -82,6 +103,8 @@ class DistillConfig:
     """Decoder layers trained there, counted from the last."""
     joint_policy_every: int = 2
     """The table moves every so many steps there."""
+    joint_gradient_clip: float = later(0.0)
+    """gradient_clip there; 0: no other than elsewhere."""
     finetune_steps: int = 200
     """Steps in which every decoder layer moves."""
     finetune_policy_lr: float = 5e-5
@@ -94,6 +117,16 @@ class DistillConfig:
     """Rate at which each weight group learns where its grid ends, in the steps that move its layer; 0: at its largest
     |w|. Of the logarithm, so 5e-3 moves an end by half a percent a step.
     """
+    warmup_teacher_weight: float = later(1.0)
+    """Share of the teacher in what is minimised on traces in the warm-up, in [0, 1]; the rest is next_token. On
+    rollouts nobody but the teacher says what is right.
+    """
+    joint_teacher_weight: float = later(1.0)
+    """The same at the first joint step."""
+    joint_teacher_weight_end: float = later(1.0)
+    """The same at the last; linear in between."""
+    finetune_teacher_weight: float = later(1.0)
+    """The same in the fine-tuning."""
     max_steps: int = 0
     """Cap on the optimizer steps of all phases together, shortened in proportion; 0 is no cap."""
     rise_steps: int = 2
@@ -183,7 +216,7 @@ class DistillConfig:
         _check_quantiser(self)
         _check_lengths(self)
         _check_export(self)
-        _check_objectives(self)
+        check_objectives(self)
         if self.warmup_steps + self.joint_steps + self.finetune_steps < 1:
             raise ValueError("distill.warmup_steps, joint_steps, finetune_steps: at least one step in all is needed")
 
@@ -206,6 +239,17 @@ class DistillConfig:
         """Whether rollouts are trained on with the objective of that name."""
         return self.on_policy_fraction > 0 and any(term.name == name for term in self.rollout_terms)
 
+    @property
+    def needs_draws(self) -> bool:
+        """Whether rollouts come with the probability that each token was drawn with."""
+        return any(self.minimises(name) for name in OF_DRAWS)
+
+    @property
+    def compares_layers(self) -> bool:
+        """Whether the training depends on a teacher with the student's layers."""
+        on_traces = self.on_policy_fraction < 1 and any(term.name == "bridge" for term in self.trace_terms)
+        return self.warmup_patience > 0 or self.minimises("bridge") or on_traces
+
 
 RANGES: dict[str, Callable[[float], bool]] = {
     "must be positive": lambda value: value > 0,
@@ -219,17 +263,22 @@ RANGE_OF = {
         "group_size", "batch_sequences", "micro_batch_sequences", "max_sequence_tokens", "gradient_clip",
         "hard_weight", "rollout_batch", "rollout_new_tokens", "checkpoint_every", "joint_policy_every",
         "finetune_policy_every", "sharpen_alpha", "sharpen_particles", "sharpen_block_tokens", "lora_alpha",
+        "alignment_width", "verified_problems",
         "generation_prompts",
     ),
     "must not be negative": (
         "warmup_steps", "joint_steps", "finetune_steps", "max_steps", "rise_steps", "joint_last_layers", "trace_k",
+        "warmup_patience", "joint_gradient_clip",
         "warmup_policy_lr", "joint_policy_lr", "joint_student_lr", "finetune_policy_lr", "finetune_student_lr",
         "weight_clip_lr", "weight_decay", "validation_traces", "rollout_slots", "sharpen_temperature",
         "rollout_temperature", "lora_rank", "validate_every", "patience", "generations_every", "memory_gib",
     ),
-    "must be in [0, 1]": ("beta", "on_policy_fraction", "discount"),
+    "must be in [0, 1]": (
+        "beta", "on_policy_fraction", "discount", "warmup_teacher_weight", "joint_teacher_weight",
+        "joint_teacher_weight_end", "finetune_teacher_weight",
+    ),
     "must be in [0, 1)": ("ema_decay", "skew"),
-    "must be in (0, 1]": ("final_rate", "rollout_top_p"),
+    "must be in (0, 1]": ("final_rate", "rollout_top_p", "bridge_fraction"),
 }  # fmt: skip
 """Range -> the fields that are held to it; NaN is in none."""
 
@@ -255,12 +304,14 @@ def _check_quantiser(config: DistillConfig) -> None:
             f"distill.lora_targets {config.lora_targets}: adapters need a lora_rank above 0; at 0 weights are trained"
         )
     if config.lora_rank_stabilised and not config.lora_rank:
-        raise ValueError("distill.lora_rank_stabilised True: adapters need a lora_rank above 0; at 0 weights are trained")
+        raise ValueError(
+            "distill.lora_rank_stabilised True: adapters need a lora_rank above 0; at 0 weights are trained"
+        )
     rounded = config.weight_bits < 16 or any(not text.endswith("=16") for text in config.exceptions)
     if config.weight_clip_lr and not rounded:
         raise ValueError(
-            f"distill.weight_clip_lr {config.weight_clip_lr}: at 16 weight_bits no weight has a grid whose end could be "
-            "learned; set it to 0, or take fewer bits"
+            f"distill.weight_clip_lr {config.weight_clip_lr}: at 16 weight_bits no weight has a grid whose end could "
+            "be learned; set it to 0, or take fewer bits"
         )
     if config.rollout_engine == "vllm" and config.activation_bits < 16:
         raise ValueError(
@@ -288,34 +339,3 @@ def _check_export(config: DistillConfig) -> None:
             raise ValueError(
                 f"distill.{name} {getattr(config, name)!r}: needs validate_every and validation_traces above 0"
             )
-
-
-def _check_objectives(config: DistillConfig) -> None:
-    """What is minimised fits the sequences that it is minimised on (objectives.md, rule 4)."""
-    rollout_terms, trace_terms = config.rollout_terms, config.trace_terms
-    if config.on_policy_fraction > 0:
-        require_place("objective", rollout_terms, ROLLOUTS)
-    require_place("trace_objective" if config.trace_objective else "objective", trace_terms, TRACES)
-    sampled, sharpened = config.minimises("sampled_reverse_kl"), config.minimises("sharpening")
-    if sharpened and sampled:
-        raise ValueError("distill.objective: sharpening weighs its answers, which sampled_reverse_kl takes as drawn")
-    if (sampled or sharpened) and config.score_prompts:
-        raise ValueError(f"distill.score_prompts True: {config.objective} is over what the student wrote; set it false")
-    if sampled and config.rollout_temperature == 0:
-        raise ValueError("distill.rollout_temperature 0: sampled_reverse_kl needs answers that were drawn")
-    drawn_from = (config.rollout_temperature, config.rollout_top_p)
-    if sampled and drawn_from != (1, 1) and config.off_distribution == "refuse":
-        raise ValueError(
-            f"distill.rollout_temperature, rollout_top_p {drawn_from}: sampled_reverse_kl is biased unless both are 1; "
-            "set them, or off_distribution to renormalise"
-        )
-    if sharpened and drawn_from != (1, 1):
-        raise ValueError(
-            f"distill.rollout_temperature, rollout_top_p {drawn_from}: sharpening draws at sharpen_temperature, and a "
-            "nucleus would take away support that its weights need; leave both at 1"
-        )
-    if sharpened and config.rollout_batch % config.sharpen_particles:
-        raise ValueError(
-            f"distill.rollout_batch {config.rollout_batch}: must be a multiple of sharpen_particles, "
-            f"{config.sharpen_particles}"
-        )

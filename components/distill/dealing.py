@@ -75,6 +75,7 @@ class RolloutBuffer:
                 first_scored=1 if score_prompts else own.prompt_tokens,
                 drawn_nats=None if own.drawn_nats is None else own.drawn_nats[: max(0, max_tokens - own.prompt_tokens)],
                 weight=own.weight,
+                advantage=own.advantage,
                 cut_tokens=max(0, len(own.token_ids) - max_tokens),
             )
             for own in taken

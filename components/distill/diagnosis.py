@@ -71,7 +71,7 @@ def diagnose(replay: Replay, student_path: Path, teacher_path: Path) -> Found:
 def _scored_with(replay: Replay) -> DistillConfig:
     """The configuration; where rollouts broke, only prompts are kept, which nobody drew: any divergence shows where."""
     undrawn = any(s.teacher is None and s.drawn_nats is None for s in replay.sequences)
-    if undrawn and replay.config.minimises("sampled_reverse_kl"):
+    if undrawn and replay.config.needs_draws:
         return replace(replay.config, objective="forward_kl")
     return replay.config
 

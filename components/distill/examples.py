@@ -35,6 +35,8 @@ class Sequence:
     """Of a rollout, log-probability that each scored token was drawn with; where an objective needs it."""
     weight: float = 1.0
     """Importance weight of a rollout among those to its prompt, 1 on average."""
+    advantage: float = 0.0
+    """Of a rollout among those to its prompt, as a verifier judged them."""
     cut_tokens: int = 0
     """Tokens left off at the end to fit the longest sequence allowed."""
 

@@ -7,11 +7,13 @@ vocabulary of the tokenizer, B = K + 1 buckets of a stored distribution, K kept 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from reflux.components.algorithms.layer_errors import activation_kl, squared_errors
 from reflux.components.algorithms.losses import forward_kl, reverse_kl
 
 OBSERVED_TOKENS = 64
@@ -92,6 +94,22 @@ def against_buckets(
         "trace_top_overlap": _named(teacher_top_NM, student_top_NM).float().mean(-1),
         "trace_student_mass_on_teacher_top": student_NV.gather(-1, teacher_top_NM).exp().sum(-1),
         "trace_teacher_mass_on_student_top": (stored_mass_NK * _named(token_ids_NK, student_top_NM)).sum(-1),
+    }
+
+
+@torch.no_grad()
+def against_layers(student_LND: Several[Tensor], teacher_LND: Several[Tensor], share_N: Tensor) -> dict[str, Tensor]:
+    """How errors grow: |h_S − h_T| / |h_T| after the first and the last decoder layer, and after the last one in the
+    first and last quarter of the scored tokens of a sequence, of which `share_N` in [0, 1) lie before; and the KL of
+    the layers' normalised outputs.
+    """
+    first_N, last_N = squared_errors([student_LND[0], student_LND[-1]], [teacher_LND[0], teacher_LND[-1]]).sqrt()
+    return {
+        "error_first_layer": first_N,
+        "error_last_layer": last_N,
+        "error_first_quarter": last_N[share_N < 0.25],
+        "error_last_quarter": last_N[share_N >= 0.75],
+        "activation_kl_nats": activation_kl(student_LND, teacher_LND),
     }
 
 

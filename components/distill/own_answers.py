@@ -34,6 +34,8 @@ class Own:
     """Of each token after the prompt, under the distribution it was drawn from."""
     weight: float = 1.0
     """Importance weight among the answers to its prompt, 1 on average."""
+    advantage: float = 0.0
+    """Among the answers to its prompt, where a verifier judged them."""
 
 
 Answer = Callable[[Engine, list[Request]], tuple[list[Own], dict[str, float]]]
@@ -45,10 +47,11 @@ def answering(config: DistillConfig, student: Scorer, teacher: Scorer) -> Answer
     exact_student, exact_teacher = (replace(model, compute_dtype=torch.float32) for model in (student, teacher))
     if config.minimises("sharpening"):
         return _particles(config, exact_student, exact_teacher)
-    return _drawn(config, exact_student)
+    return drawn(config, exact_student)
 
 
-def _drawn(config: DistillConfig, student: Scorer) -> Answer:
+def drawn(config: DistillConfig, student: Scorer) -> Answer:
+    """One answer to each request, with the log-probabilities of its draws where an objective weighs by them."""
     sampling = Sampling(
         temperature=config.rollout_temperature, top_p=config.rollout_top_p, max_new_tokens=config.rollout_new_tokens
     )
@@ -56,7 +59,7 @@ def _drawn(config: DistillConfig, student: Scorer) -> Answer:
     def answer(engine: Engine, requests: list[Request]) -> tuple[list[Own], dict[str, float]]:
         answers = engine(requests, sampling)
         own = [Own(token_ids=_whole(a), prompt_tokens=len(a.prompt_token_ids)) for a in answers]
-        if config.minimises("sampled_reverse_kl"):
+        if config.needs_draws:
             with frozen_weights(student.model):
                 (nats,) = student.sequence_nats(
                     [_sequence(a) for a in answers],

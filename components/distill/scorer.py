@@ -6,7 +6,9 @@ the tokenizer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Several
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor
 
 from reflux.components.algorithms.chunked_loss import CHUNK_TOKENS
+from reflux.components.algorithms.hadamard import in_common_basis
+from reflux.components.algorithms.layer_errors import watching_layers
 from reflux.components.algorithms.losses import log_probabilities
 from reflux.components.algorithms.output_head import OutputHead, final_hidden_states, output_head
 from reflux.components.algorithms.written_losses import drawn_from
@@ -33,8 +37,10 @@ class Scorer:
     row_tokens: int = 0
     """Longest row of a forward in which sequences stand end to end; 0: each has a row of its own."""
 
-    def hidden(self, sequences: Several[Sequence]) -> Tensor:
-        """[N, D] the hidden states from which the scored tokens are predicted."""
+    def hidden(self, sequences: Several[Sequence], see: Callable[[Tensor], None] | None = None) -> Tensor:
+        """[N, D] the hidden states from which the scored tokens are predicted. `see` is called with the same rows of
+        every decoder layer's output, the first layer first.
+        """
         token_ids = [s.token_ids for s in sequences]
         mask: Tensor | None = None
         if self.row_tokens:
@@ -45,13 +51,22 @@ class Scorer:
         mask = None if mask is None else mask.to(self.device)
         input_RT, position_RT = input_RT.to(self.device), position_RT.to(self.device)
         narrow = self.compute_dtype != torch.float32
-        with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=narrow):
-            hidden_RTD = final_hidden_states(self.model, input_RT, mask, position_RT).float()
-        parts = [
-            hidden_RTD[row, begin + s.first_scored - 1 : begin + len(s.token_ids) - 1]
-            for s, (row, begin) in zip(sequences, places, strict=True)
-        ]
-        return torch.cat(parts)
+
+        def scored(hidden_RTD: Tensor) -> Tensor:
+            parts = [
+                hidden_RTD[row, begin + s.first_scored - 1 : begin + len(s.token_ids) - 1]
+                for s, (row, begin) in zip(sequences, places, strict=True)
+            ]
+            return torch.cat(parts)
+
+        def seen(layer_RTD: Tensor) -> None:
+            assert see is not None
+            see(in_common_basis(self.model, scored(layer_RTD)))
+
+        watching = nullcontext() if see is None else watching_layers(self.model, seen)
+        with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=narrow), watching:
+            hidden_RTD = final_hidden_states(self.model, input_RT, mask, position_RT)
+        return scored(hidden_RTD.float())
 
     def log_probabilities(self, hidden_nD: Tensor) -> Tensor:
         """[n, V] of a few rows: all of V is there at once."""

@@ -15,7 +15,7 @@ from reflux.components.algorithms.low_bit import Scheme, profiled_table
 from reflux.components.algorithms.policies import PositionTable
 from reflux.components.algorithms.schedules import Phase, capped, phase_at
 from reflux.components.artifacts import Artifact, Writer
-from reflux.components.bundles import policy_table
+from reflux.components.bundles import latent, policy_table
 
 from . import parallel
 from .adapters import latent_weights
@@ -27,12 +27,11 @@ from .gpu_memory import gpu_memory
 from .memory import need_of, require_memory
 from .objective import DistillationLoss
 from .own_answers import answering
+from .start import find_start
 from .student import device_of, make_student, scheme_of
 from .trainer import Trainer
 from .training import Watched, choose, train, validated
-
-LATENT = {"checkpoint": "latent"}
-"""Marks master weights, which are not what is deployed: calibrate accepts only these, bundle.py refuses them."""
+from .verified_answers import posed, verified
 
 
 def run(
@@ -47,12 +46,13 @@ def run(
     require_shares(config, processes.started())
     remark = require_memory(need_of(config, student_path, student.source("teacher")), config)
     if processes.is_first():
-        print(remark, flush=True)
+        print("\n".join([remark, *remarks(config, has_policy=scheme_of(config).needs_policy)]), flush=True)
     examples, validation = _split(training_examples(traces, config.max_sequence_tokens), config.validation_traces)
 
-    policy = profiled(profile, scheme_of(config))
+    start = find_start(student.source("start_uri"), scheme_of(config)) if config.start_uri else None
+    policy = profiled(profile, scheme_of(config)) if start is None else start.policy()
     device = device_of(config)
-    model = make_student(config, models.load_model(student_path), policy).to(device)
+    model = make_student(config, models.load_model(student_path), policy, start).to(device)
     teacher = models.load_model(student.source("teacher")).to(device)
     loss = DistillationLoss(model, teacher, tokenizer, config, models.compute_dtype(config.compute_dtype, device.type))
     if config.parallelism == "fsdp2" and processes.count() > 1:
@@ -96,6 +96,16 @@ def profiled(profile: Artifact, scheme: Scheme) -> PositionTable | None:
     return profiled_table(table, scheme, int(profile.config["activation_bits"]))
 
 
+def remarks(config: DistillConfig, *, has_policy: bool) -> list[str]:
+    """What whoever starts the training should know of it, and is no error."""
+    if has_policy and not config.warmup_steps and not config.start_uri:
+        return [
+            "distill.warmup_steps 0: the weights move before the position table has found its scales, which made "
+            "published runs collapse within 50 steps; watch policy_gradient_norm and policy_saturated_share"
+        ]
+    return []
+
+
 def steps_of(config: DistillConfig, *, has_policy: bool) -> list[Phase]:
     """The phases as they are made. ValueError if in some step nothing would move, or no step is validated that is asked
     to be.
@@ -116,6 +126,7 @@ def schedule(config: DistillConfig, *, has_policy: bool) -> list[Phase]:
         policy_lr=config.warmup_policy_lr,
         policy_every=1,
         last_layers=0,
+        teacher_weight=(config.warmup_teacher_weight, config.warmup_teacher_weight),
     )
     joint = Phase(
         name="joint",
@@ -124,6 +135,8 @@ def schedule(config: DistillConfig, *, has_policy: bool) -> list[Phase]:
         policy_lr=config.joint_policy_lr,
         policy_every=config.joint_policy_every,
         last_layers=config.joint_last_layers,
+        teacher_weight=(config.joint_teacher_weight, config.joint_teacher_weight_end),
+        gradient_clip=config.joint_gradient_clip,
     )
     finetune = Phase(
         name="finetune",
@@ -132,6 +145,7 @@ def schedule(config: DistillConfig, *, has_policy: bool) -> list[Phase]:
         policy_lr=config.finetune_policy_lr,
         policy_every=config.finetune_policy_every,
         last_layers=-1,
+        teacher_weight=(config.finetune_teacher_weight, config.finetune_teacher_weight),
     )
     phases = [warmup, joint, finetune]
     if not any(phase.steps for phase in phases):
@@ -178,7 +192,14 @@ def make_trainer(
 ) -> Trainer:
     """At step 0. `examples` are dealt by trace id, those in `hard` more often."""
     names = [name for name in examples for _ in range(config.hard_weight if name in hard else 1)]
+    asked = names
     prompts = {name: example.token_ids[: example.first_scored] for name, example in examples.items()}
+    per_prompt = config.sharpen_particles if config.minimises("sharpening") else 1
+    answer = answering(config, loss.student, loss.teacher)
+    if config.minimises("verifier"):
+        problems, per_prompt = posed(config, tokenizer), config.group_answers
+        asked, prompts = [*problems], {name: token_ids for name, (_, token_ids) in problems.items()}
+        answer = verified(answer, problems, tokenizer, per_prompt)
     rolling = Rolling(
         student=model,
         path=student_path,
@@ -188,18 +209,17 @@ def make_trainer(
         longest=max(map(len, prompts.values())) + config.rollout_new_tokens,
     )
     engine = parallel.dealt(ENGINES[config.rollout_engine](rolling))
-    answer = parallel.by_whole(model, answering(config, loss.student, loss.teacher))
-    per_prompt = config.sharpen_particles if config.minimises("sharpening") else 1
-    rollouts = RolloutBuffer(engine, answer, Deck(names, config.seed + 1), prompts, config.seed, per_prompt=per_prompt)
+    answer = parallel.by_whole(model, answer)
+    rollouts = RolloutBuffer(engine, answer, Deck(asked, config.seed + 1), prompts, config.seed, per_prompt=per_prompt)
     return Trainer(config, phases, model, loss, examples, Deck(names, config.seed), rollouts)
 
 
 def _write(student: Writer, trainer: Trainer, watched: Watched, folder: Path) -> None:
     student.write_file("scheme.json", json.dumps(scheme_of(trainer.config).as_json(), sort_keys=True).encode())
-    file = folder / "latent.safetensors"
+    file = folder / latent.NAME
     weights = {name: value.contiguous() for name, value in latent_weights(trainer.student).items()}
-    save_file(weights, file, metadata=LATENT)
-    student.write_file("latent.safetensors", file)
+    save_file(weights, file, metadata=latent.LATENT)
+    student.write_file(latent.NAME, file)
     if trainer.policy:
         student.write_file("policy_table.bin", policy_table.encode(trainer.student.policy))
     phases = {point.step: phase_at(trainer.phases, point.step - 1)[0].name for point in trainer.history}

@@ -13,6 +13,7 @@ from reflux.components.algorithms.recomputation import recompute_layers
 
 from .adapters import add_adapters
 from .config import DistillConfig
+from .start import Start
 
 
 def device_of(config: DistillConfig) -> torch.device:
@@ -39,9 +40,13 @@ def scheme_of(config: DistillConfig) -> Scheme:
     return scheme
 
 
-def make_student(config: DistillConfig, model: Any, policy: PositionTable | None) -> Any:
-    """`model`, quantised in place; `policy` is the position table that its scheme may need."""
+def make_student(config: DistillConfig, model: Any, policy: PositionTable | None, start: Start | None = None) -> Any:
+    """`model`, quantised in place; `policy` is the position table that its scheme may need, `start` has the master
+    weights of an earlier training.
+    """
     apply_scheme(model, scheme_of(config), policy)
+    if start is not None:
+        start.load_into(model, base=type(model).__name__)
     if config.lora_rank:
         add_adapters(model, config)
     recompute_layers(model, config.activation_checkpointing)

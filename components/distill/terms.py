@@ -30,11 +30,17 @@ OBJECTIVES = {
     "skew_forward_kl": Traits(parameter="skew", draws=True),
     "skew_reverse_kl": Traits(parameter="skew"),
     "cross_entropy": Traits(draws=True),
+    "range_alignment": Traits(parameter="alignment_width"),
     "next_token": Traits(only_on=TRACES, draws=True),
     "sampled_reverse_kl": Traits(only_on=ROLLOUTS),
     "sharpening": Traits(only_on=ROLLOUTS),
+    "verifier": Traits(only_on=ROLLOUTS),
+    "bridge": Traits(draws=True),
 }
-"""Every objective that a recipe may name. Its function is in DISTRIBUTION_OBJECTIVES or WRITTEN_OBJECTIVES."""
+"""Every objective that a recipe may name. Its function is in DISTRIBUTION_OBJECTIVES or WRITTEN_OBJECTIVES; those of
+range_alignment, which sees logits, and of bridge, which sees hidden states, are in range_alignment.py and
+layer_errors.py.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +64,24 @@ def parse(field: str, text: str) -> tuple[Term, ...]:
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"distill.{field} {text!r}: {min(twice)} is there twice")
     return tuple(terms)
+
+
+def on_tokens(terms: tuple[Term, ...]) -> tuple[Term, ...]:
+    """Those on next-token distributions: all but bridge."""
+    return tuple(term for term in terms if term.name != "bridge")
+
+
+def weight_of(name: str, terms: tuple[Term, ...]) -> float:
+    """Together; 0 without such a term."""
+    return sum(term.weight for term in terms if term.name == name)
+
+
+def beside_hard_targets(terms: tuple[Term, ...], teacher_weight: float) -> tuple[Term, ...]:
+    """`teacher_weight` of the terms, and next_token for the rest."""
+    if teacher_weight == 1:
+        return terms
+    taught = (Term(name=term.name, weight=teacher_weight * term.weight) for term in terms)
+    return (*taught, Term(name="next_token", weight=1 - teacher_weight))
 
 
 def _weight(field: str, text: str, weight: str) -> float:

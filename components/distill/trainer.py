@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from reflux.components import processes
 from reflux.components.algorithms.ema import Ema
 from reflux.components.algorithms.low_bit import decoder_layers, frozen_weights
-from reflux.components.algorithms.schedules import Phase, phase_at, rate
+from reflux.components.algorithms.schedules import Phase, has_settled, phase_at, rate, teacher_weight
 from reflux.components.progress import MetricPoint
 from reflux.components.sequences import batched
 
@@ -28,6 +29,7 @@ from .adapters import MARK
 from .config import DistillConfig
 from .dealing import Deck, RolloutBuffer, own_rollouts
 from .examples import Sequence
+from .guard import policy_health
 from .objective import DistillationLoss
 from .observed import Observed
 
@@ -81,6 +83,11 @@ class Trainer:
         self.history: list[MetricPoint] = []
         self.seconds: list[float] = []
 
+    @property
+    def total(self) -> int:
+        """Steps of the schedule, of which a warm-up that ends early takes some away."""
+        return sum(phase.steps for phase in self.phases)
+
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """Every parameter that some phase may move, by name."""
         return {**self.policy, **self.weights}
@@ -90,19 +97,24 @@ class Trainer:
         return {name: parallel.local(p) for name, p in self.trained().items()}
 
     def advance(self) -> None:
-        """One optimizer step. NotFiniteError: loss or gradient not finite; ValueError: the table has saturated."""
+        """One optimizer step. NotFiniteError: loss or gradient not finite; ValueError: the table has saturated, or no
+        gradient reaches it any more.
+        """
         begin = time.monotonic()
         phase, step_in_phase = phase_at(self.phases, self.step)
         self._prepare(phase, step_in_phase)
         sequences = self._sequences()
-        tokens = sum(s.scored for s in sequences)
-        loss_sum, observed = self._accumulate(processes.share(sequences), max(1, tokens))
+        tokens, taught = sum(s.scored for s in sequences), teacher_weight(phase, step_in_phase)
+        loss_sum, observed = self._accumulate(processes.share(sequences), max(1, tokens), taught)
         if not loss_sum < float("inf"):  # NaN compares false as well
             raise NotFiniteError(
                 f"distill: the loss of step {self.step + 1} is {loss_sum / max(1, tokens)} nats a token", sequences
             )
         moved = [p for p in self.trained().values() if p.grad is not None]
-        norm = parallel.clip_gradients(moved, self.config.gradient_clip)
+        health = {}
+        if self.policy and tokens:
+            health = policy_health(self.policy.values(), self.student.policy.scales()[..., 0], self.history)
+        norm = parallel.clip_gradients(moved, phase.gradient_clip or self.config.gradient_clip)
         if not norm < float("inf"):
             raise NotFiniteError(f"distill: the gradient of step {self.step + 1} has norm {norm}", sequences)
         self.optimizer.step()
@@ -117,18 +129,32 @@ class Trainer:
             "scored_tokens": float(tokens),
             "student_lr": self.optimizer.param_groups[1]["lr"],
             "policy_lr": self.optimizer.param_groups[0]["lr"],
+            "teacher_weight": taught,
+            **health,
             **observed.means(),
             **self.rollouts.health,
         }
         self.history.append(MetricPoint(step=self.step, time_ms=time.time_ns() // 1_000_000, values=values))
         self.seconds.append(time.monotonic() - begin)
+        self._end_warmup(phase)
 
-    def _accumulate(self, own: Several[Sequence], tokens: int) -> tuple[float, Observed]:
+    def _end_warmup(self, phase: Phase) -> None:
+        """Now, if scales alone bring the activations no nearer: the phase has then as many steps as were made."""
+        if phase.name != "warmup" or self.step == phase.steps:
+            return
+        kl = [point.values[name] for point in self.history if (name := "activation_kl_nats") in point.values]
+        if has_settled(kl, self.config.warmup_patience):
+            self.phases = [replace(phase, steps=self.step), *self.phases[1:]]
+            if processes.is_first():
+                print(f"distill: the warm-up ends after {self.step} of {phase.steps} steps: the activation KL has "
+                      f"stopped falling at {kl[-1]:.3g} nats", flush=True)  # fmt: skip
+
+    def _accumulate(self, own: Several[Sequence], tokens: int, taught: float = 1.0) -> tuple[float, Observed]:
         """Gather the step's gradients from this process's sequences and from everybody else's; loss of all, nats."""
         observed, loss_sum = Observed(), 0.0
         with self._rounded():
             for micro_batch in batched(own, self.config.micro_batch_sequences):
-                loss = self.loss(micro_batch, observed)
+                loss = self.loss(micro_batch, observed, teacher_weight=taught)
                 (loss / tokens).backward()
                 loss_sum += loss.item()
         parallel.sum_gradients(self.trained().values())
@@ -185,6 +211,7 @@ class Trainer:
         return {
             "processes": processes.count(),
             "step": self.step,
+            "phase_steps": [phase.steps for phase in self.phases],
             "trained": self.local(),
             "optimizer": tree_map_only(torch.Tensor, parallel.local, self.optimizer.state_dict()),
             "ema": self.ema.average,
@@ -204,6 +231,7 @@ class Trainer:
         self.deck.restore(state["deck"])
         self.rollouts.restore(state["rollouts"])
         self.step, self.seconds = state["step"], list(state["seconds"])
+        self.phases = [replace(p, steps=n) for p, n in zip(self.phases, state["phase_steps"], strict=True)]
         self.history = [MetricPoint(step=step, time_ms=ms, values=values) for step, ms, values in state["history"]]
 
 

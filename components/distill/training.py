@@ -48,23 +48,20 @@ def train(
     """All steps of the schedule, from the last checkpoint if there is one. `folder` is for files in between; the best
     weights lie there at the end. FloatingPointError says where the step is kept that cannot be made.
     """
-    config, total = trainer.config, sum(phase.steps for phase in trainer.phases)
-    watched = _resumed(trainer, student, folder)
-    while trainer.step < total and not watched.best.is_stale(config.patience):
-        _report(trainer.step, total, _note(trainer))
+    config, watched = trainer.config, _resumed(trainer, student, folder)
+    while trainer.step < trainer.total and not watched.best.is_stale(config.patience):
+        _report(trainer.step, trainer.total, _note(trainer))
         try:
             trainer.advance()
             _look(trainer, watched, validation, tokenizer, student, folder)
         except NotFiniteError as error:
             raise kept(error, trainer, student, folder) from error
-        if trainer.step % config.checkpoint_every == 0 and trainer.step < total:
+        if trainer.step % config.checkpoint_every == 0 and trainer.step < trainer.total:
             _save(trainer, watched, student, folder)
             progress.publish(trainer.history[watched.published :])
             watched.published = len(trainer.history)
-    if trainer.step < total:
-        _report(trainer.step, trainer.step, f"no better validation since step {watched.best.step}")
-    else:
-        _report(total, total, "")
+    stale = trainer.step < trainer.total
+    _report(trainer.step, trainer.step, f"no better validation since step {watched.best.step}" if stale else "")
     return watched
 
 

@@ -44,6 +44,7 @@ CONTINUES = "What is done is kept: the same command goes on from there."
 @click.option("--labels", metavar="URI", default="", help="Expert ratings: an export, JSONL, CSV or Parquet.")
 @click.option("--eval-text", metavar="URI", default="", help="UTF-8 text for perplexity.")
 @click.option("--entity-model", metavar="MODEL", default="", help="Counts named entities in prompts; none without it.")
+@click.option("--start", metavar="URI", default="", help="An earlier distill, objects/distill/KEY, to go on from.")
 @SETTINGS
 @CONFIG
 @click.option(

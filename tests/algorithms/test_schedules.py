@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from reflux.components.algorithms.schedules import PHASES, Phase, capped, phase_at, rate
+from reflux.components.algorithms.schedules import PHASES, Phase, capped, has_settled, phase_at, rate, teacher_weight
 
 
 def phases(*steps: int) -> list[Phase]:
@@ -57,6 +58,31 @@ def test_the_rate_rises_to_one_and_falls_to_its_share():
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 5), (2, 1), (3, 3), (5, 100)])
 def test_the_rate_of_a_short_phase_is_a_usable_factor(steps: int, warmup: int):
     assert all(0 < rate(step, steps, warmup, 0.1) <= 1 for step in range(steps))
+
+
+def test_the_teachers_weight_is_linear_between_the_ends_of_a_phase():
+    joint = replace(phases(0, 5, 0)[1], teacher_weight=(0.5, 0.7))
+    assert [teacher_weight(joint, step) for step in range(5)] == pytest.approx([0.5, 0.55, 0.6, 0.65, 0.7])
+    assert teacher_weight(replace(joint, steps=1), 0) == 0.5
+    assert {teacher_weight(phase, 0) for phase in phases(1, 1, 1)} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "settled"),
+    [
+        ([5, 4, 3, 2], 2, False),
+        ([5, 4, 4, 5], 2, True),
+        ([5, 4, 5, 3], 2, False),
+        ([1, 9, 5, 5], 2, True),  # no lower is enough
+        ([9, 9, 9, 5, 4, 3], 2, False),  # only the last ones count
+        ([9, 1, 1], 1, True),
+        ([9, 9, 9], 2, False),  # too few to tell
+        ([9, 9], 0, False),
+        ([], 1, False),
+    ],
+)
+def test_what_should_fall_has_settled_once_its_mean_no_longer_falls(values: list, patience: int, settled: bool):
+    assert has_settled(values, patience) == settled
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 2, 5])

@@ -29,7 +29,7 @@ from reflux.pipelines.distillation import distillation
 from reflux.pipelines.recipes import RECIPES
 sys.stdout.write(compile_to_text(distillation(RECIPES["demo"](), name="demo")))
 """
-SOURCES = {"teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri", "entity_model"}
+SOURCES = {"teacher", "student", "prompts_uri", "labels_uri", "eval_text_uri", "entity_model", "start_uri"}
 FORM = {  # parameter -> its type; KFP's form shows name and type
     **dict.fromkeys({"store", "run", "recipe", "objective", "registered_model"} | SOURCES, "STRING"),
     **dict.fromkeys({"accelerator", "accelerators"}, "STRING"),

@@ -36,6 +36,7 @@ def given(tmp_path: Path, tiny_model: Path) -> dict[str, Any]:
         "registered_model": "", "accelerator": "nvidia.com/gpu", "accelerators": "1",
         "teacher": str(tiny_model), "student": str(tiny_model), "prompts_uri": str(tmp_path / "prompts.jsonl"),
         "labels_uri": str(tmp_path / "labels.csv"), "eval_text_uri": "", "entity_model": "",
+        "start_uri": "",
         "compiled_by": importlib.metadata.version("reflux"), "overrides": {},
     }  # fmt: skip
     configs = {stage: vars(config) for stage, config in recipe.stages().items()}
