@@ -277,6 +277,15 @@ LAYER_ERRORS = pa.schema(
     ]
 )
 
+POSITION_ERRORS = pa.schema(
+    [
+        column("scheme", pa.string(), "as in the scores"),
+        column("first_position", pa.int32(), "first of the response tokens 0, 1, 2 to 3, 4 to 7, 8 to 15, …"),
+        column("tokens", pa.int32(), "held-out tokens there"),
+        column("relative_error", pa.float64(), "|h_S - h_T| / |h_T| of what the output head reads, mean over them"),
+    ]
+)
+
 GENERATIONS = pa.schema(
     [
         PROMPT_ID,

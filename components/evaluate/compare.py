@@ -15,6 +15,7 @@ from .config import EvaluateConfig
 from .footprint import deployed_bytes, held_bytes
 from .heldout import Batch, Trace, batches
 from .measure import Decisions, decisions, decode_times_ms, generate, layer_errors, pad_token, text_nats, trace_scores
+from .position_errors import position_errors
 from .row import Row
 from .text import EvaluationText
 
@@ -72,4 +73,5 @@ def _row(
         effective_bits=cost_of_weights(model, candidate.scheme).total,
         effective_bits_activation=cost_of_activations(model, candidate.scheme).total,
         quantizer_digest=candidate.scheme.digest(),
+        position_errors=[] if full is None or candidate.scheme.rotates else position_errors(own, full, held),
     )

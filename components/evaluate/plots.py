@@ -78,6 +78,21 @@ def error_by_layer(rows: list[Row]) -> str:
         return inline_svg(figure, "layers")
 
 
+def error_by_position(rows: list[Row]) -> str:
+    """How far what the output head reads is from full precision, along an answer."""
+    with mpl.rc_context(STYLE):
+        figure, axes = new_axes("response token", "relative error before the head")
+        for row in rows:
+            if row.position_errors and row.role != "full":
+                errors = {1 + each.first_position: each.relative_error for each in row.position_errors}
+                axes.plot([*errors], [*errors.values()], color=COLORS[row.role], label=row.scheme, marker=".")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8)
+        return inline_svg(figure, "positions")
+
+
 def perplexity_by_bits(rows: list[Row]) -> str:
     """What a scheme costs in perplexity against what it costs in bits."""
     bits = [row.effective_bits + row.effective_bits_activation for row in rows]

@@ -43,6 +43,7 @@ def render(
         figures={
             "training": Markup(plots.training_curves(training)),
             "layers": Markup(plots.error_by_layer(rows)),
+            "positions": Markup(plots.error_by_position(rows)) if any(row.position_errors for row in rows) else "",
             "bits": Markup(plots.perplexity_by_bits(rows)),
             "gap": Markup(plots.gap_closed(gaps, thresholds)),
         },

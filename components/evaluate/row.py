@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from reflux.components.algorithms.divergences import policy_match_rate
 from reflux.components.schemas import SCORES
 
 from .measure import TraceScore
+from .position_errors import PositionError
 
 ROLES = ("teacher", "full", "weights_only", "plain", "undistilled", "distilled", "given", "deployed")
 """What a scheme is in the comparison, whatever its bits are: the gate asks for roles, people read names."""
@@ -34,6 +35,8 @@ class Row:
     effective_bits: float
     effective_bits_activation: float
     quantizer_digest: str
+    position_errors: list[PositionError] = field(default_factory=list)
+    """Empty for a teacher of another width, and for a rotated model, whose head reads another basis."""
 
     @property
     def nll_text(self) -> float:

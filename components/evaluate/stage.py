@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundles import policy_table
 from reflux.components.bundles.bundle import read_scheme
 from reflux.components.models import context_length, load_tokenizer, require_same_tokenizer
-from reflux.components.schemas import GENERATIONS, LATENCIES, LAYER_ERRORS, SCORES, TRACE_SCORES
+from reflux.components.schemas import GENERATIONS, LATENCIES, LAYER_ERRORS, POSITION_ERRORS, SCORES, TRACE_SCORES
 
 from . import report
 from .candidates import candidates, on_kernels
@@ -80,6 +81,10 @@ def _write(scores: Writer, rows: list[Row], prompts: list[Trace], summary: dict[
                 for row in rows
                 for layer, error in enumerate(row.layer_errors)
             ],
+        ),
+        "position_errors": (
+            POSITION_ERRORS,
+            [{"scheme": row.scheme, **asdict(error)} for row in rows for error in row.position_errors],
         ),
         "generations": (
             GENERATIONS,
