@@ -14,6 +14,7 @@ from typing import Any
 
 from reflux.components import tracking
 from reflux.components.artifacts import Artifact
+from reflux.components.mlflow_connection import answering
 from reflux.components.run_tree import query
 from reflux.components.storage import Store
 
@@ -60,6 +61,7 @@ def require_possible(model: str, store: Store) -> None:
         )
 
 
+@answering()
 def register(model: str, *, bundle: Artifact, scores: Artifact, run: str, tracked: tracking.StageRun) -> Version:
     """The version of `model` that is this bundle, which passed this evaluation; made if there is none.
 
@@ -99,6 +101,7 @@ def register(model: str, *, bundle: Artifact, scores: Artifact, run: str, tracke
     return read(first)
 
 
+@answering()
 def resolve(client: Any, uri: str) -> Version:
     """The version that models:/NAME@ALIAS or models:/NAME/NUMBER names. ValueError if there is none, or not ours."""
     from mlflow.exceptions import MlflowException
@@ -117,6 +120,7 @@ def resolve(client: Any, uri: str) -> Version:
         raise ValueError(f"{uri}: MLflow's registry has no such version") from None
 
 
+@answering()
 def aliases(client: Any, model: str) -> dict[str, int]:
     """Alias -> version number of a model. ValueError if there is no such model."""
     from mlflow.exceptions import MlflowException
@@ -129,15 +133,33 @@ def aliases(client: Any, model: str) -> dict[str, int]:
         raise ValueError(f"{model}: MLflow's registry has no such model") from None
 
 
+@answering()
+def is_there(client: Any, model: str, number: int) -> bool:
+    """Whether the model has a version of that number, whoever registered it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.get_model_version(model, str(number))
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return False
+    return True
+
+
 def named(client: Any) -> Iterator[tuple[str, Version]]:
     """Every version of ours that one of the three aliases names, and what to call it: models:/NAME@champion."""
     token = None
     while True:
-        page = client.search_registered_models(page_token=token)
-        for model in page:
-            for alias, number in model.aliases.items():
-                if alias in ALIASES and is_ours(version := client.get_model_version(model.name, str(number))):
-                    yield f"models:/{model.name}@{alias}", read(version)
+        with answering():
+            page = client.search_registered_models(page_token=token)
+            found = [
+                (f"models:/{model.name}@{alias}", client.get_model_version(model.name, str(number)))
+                for model in page
+                for alias, number in model.aliases.items()
+                if alias in ALIASES
+            ]
+        yield from ((name, read(version)) for name, version in found if is_ours(version))
         token = page.token
         if not token:
             return

@@ -8,7 +8,6 @@ not imported, while MLFLOW_TRACKING_URI is unset.
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -19,11 +18,10 @@ from typing import Any
 
 from reflux.components import run_tree, tracked_values
 from reflux.components.artifacts import Artifact
+from reflux.components.mlflow_connection import answering, connect, enabled, line, run_url
 from reflux.components.progress import MetricPoint
-from reflux.components.provenance import public_uri
 from reflux.components.sources import Source
 from reflux.components.storage import Store
-from reflux.components.stores.s3_settings import S3Settings
 
 EXPERIMENT = "reflux"
 """Name of the experiment for runs that Kubeflow's plugin has not begun; MLFLOW_EXPERIMENT_NAME overrides it."""
@@ -31,16 +29,7 @@ EXPERIMENT = "reflux"
 _ATTEMPT = "reflux.attempt"
 
 
-def enabled() -> bool:
-    return bool(os.environ.get("MLFLOW_TRACKING_URI"))
-
-
-def check() -> None:
-    """ConnectionError if MLflow cannot be used, unless it is off."""
-    if enabled():
-        connect()
-
-
+@answering()
 def begin_pipeline(run: str, params: Mapping[str, Any], *, store: Store, job: str = "") -> str | None:
     """Find or make the parent run of pipeline run `run`, mark it running; its MLflow id, None when tracking is off.
 
@@ -55,6 +44,7 @@ def begin_pipeline(run: str, params: Mapping[str, Any], *, store: Store, job: st
     return parent.info.run_id
 
 
+@answering()
 def end_pipeline(
     run: str, *, status: str, job: str = "", verdict: str = "", root: str = "", report: Path | None = None
 ) -> None:
@@ -78,6 +68,7 @@ def end_pipeline(
     client.set_terminated(run_id, status=status)
 
 
+@answering()
 def how_it_ended(run: str, job: str, *, failed: bool) -> str:
     """FINISHED, FAILED or KILLED, from what the stages of a run that is over have left in MLflow; not FINISHED if it is
     known that it `failed`.
@@ -106,25 +97,11 @@ def stage_run(
         print("tracking: off, because MLFLOW_TRACKING_URI is not set", flush=True)
         yield None
         return
-    client = connect()
-    parent = run_tree.parent(client, lambda: _experiment(client), store, run, job)
-    if parent.info.status in ("FAILED", "KILLED"):
-        client.update_run(parent.info.run_id, status="RUNNING")
-    nested = run_tree.nested(client, parent, store, stage=stage, run=run, key=key, job=job)
-    run_id = nested.info.run_id
-    tracked = StageRun(
-        client=client,
-        experiment=parent.info.experiment_id,
-        parent_id=parent.info.run_id,
-        run_id=run_id,
-        opened_by_kfp=run_tree.opened_by_kfp(nested),
-        finished_before=nested.info.status == "FINISHED",
-    )
-    run_tree.set_tags(client, run_id, {_ATTEMPT: tracked.attempt})  # before it looks for a checkpoint: see `publish`
-    client.update_run(run_id, status="RUNNING")
-    if not tracked.opened_by_kfp:
-        tracked_values.log_params(client, run_id, params)
-    tracked_values.log_inputs(client, run_id, parents, sources)
+    with answering():
+        tracked = _begun(stage, run, job, store, key)
+        if not tracked.opened_by_kfp:
+            tracked_values.log_params(tracked.client, tracked.run_id, params)
+        tracked_values.log_inputs(tracked.client, tracked.run_id, parents, sources)
     try:
         yield tracked
     except BaseException as error:
@@ -132,6 +109,27 @@ def stage_run(
             tracked.close("FAILED" if isinstance(error, Exception) else "KILLED")
         raise
     tracked.close("FINISHED")
+
+
+def _begun(stage: str, run: str, job: str, store: Store, key: str) -> StageRun:
+    client = connect()
+    parent = run_tree.parent(client, lambda: _experiment(client), store, run, job)
+    if parent.info.status in ("FAILED", "KILLED"):
+        client.update_run(parent.info.run_id, status="RUNNING")
+    nested = run_tree.nested(client, parent, store, stage=stage, run=run, key=key, job=job)
+    tracked = StageRun(
+        client=client,
+        experiment=parent.info.experiment_id,
+        parent_id=parent.info.run_id,
+        run_id=nested.info.run_id,
+        opened_by_kfp=run_tree.opened_by_kfp(nested),
+        finished_before=nested.info.status == "FINISHED",
+    )
+    run_tree.set_tags(
+        client, tracked.run_id, {_ATTEMPT: tracked.attempt}
+    )  # before it looks for a checkpoint: `publish`
+    client.update_run(tracked.run_id, status="RUNNING")
+    return tracked
 
 
 @dataclass(kw_only=True)
@@ -164,8 +162,9 @@ class StageRun:
             if self._is_mine(tags):
                 self._log_waiting(tags)
         except Exception as error:  # MLflow raises its own, requests' and its database's errors
-            print(f"tracking: {len(self.waiting)} points wait, MLflow does not answer ({_line(error)})", flush=True)
+            print(f"tracking: {len(self.waiting)} points wait, MLflow does not answer ({line(error)})", flush=True)
 
+    @answering()
     def finish(self, artifact: Artifact, *, reused: bool, pages: Mapping[str, bytes]) -> None:
         """What the stage came to: final metrics, digest and key, pages by file name; where it was made, if reused.
 
@@ -186,6 +185,7 @@ class StageRun:
                 path.write_bytes(page)
                 self.client.log_artifact(self.run_id, str(path))
 
+    @answering()
     def close(self, status: str) -> None:
         """Mark it as ended, unless it goes on in another attempt."""
         if self._is_mine(self.client.get_run(self.run_id).data.tags):
@@ -218,32 +218,6 @@ class StageRun:
         return made[0].info.run_id if made else artifact.uri
 
 
-def run_url(experiment: str, run_id: str) -> str:
-    """The page of an MLflow run, "" where no server shows it."""
-    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
-    if not uri.startswith(("http://", "https://")):
-        return ""
-    return f"{public_uri(uri).rstrip('/')}/#/experiments/{experiment}/runs/{run_id}"
-
-
-def connect() -> Any:
-    """A client of the MLflow that MLFLOW_TRACKING_URI names. ConnectionError if it cannot be used."""
-    from mlflow import MlflowClient
-
-    for variable, value in S3Settings.from_env().mlflow_env().items():  # for artifacts that MLflow puts into S3 itself
-        if variable.startswith("MLFLOW_"):
-            os.environ.setdefault(variable, value)
-    uri = os.environ["MLFLOW_TRACKING_URI"]
-    try:
-        client = MlflowClient(tracking_uri=uri)
-        client.search_experiments(max_results=1)
-    except Exception as error:  # MLflow raises its own, requests' and its database's errors
-        raise ConnectionError(
-            f"MLFLOW_TRACKING_URI {public_uri(uri)}: MLflow cannot be used ({_line(error)})"
-        ) from error
-    return client
-
-
 def _known_experiment(client: Any) -> str | None:
     experiment = client.get_experiment_by_name(os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT))
     return experiment.experiment_id if experiment else None
@@ -273,8 +247,3 @@ def _artifact_folder(tracking_uri: str) -> str | None:
     if not tracking_uri.startswith("sqlite:///"):
         return None
     return (Path(tracking_uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
-
-
-def _line(error: Exception) -> str:
-    """What it says, without the password of a URI: MLflow writes whole addresses into its errors."""
-    return " ".join(re.sub(r"://[^/@\s]*@", "://", str(error)).split())[:300]

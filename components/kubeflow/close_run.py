@@ -41,11 +41,11 @@ def close_run(*, image: str = "", place: Any = None, **arguments: Any) -> Any:
 
 def run(parameters: Mapping[str, Any]) -> None:
     """Close the parent run, and what a killed stage left open. ConnectionError if MLflow does not answer."""
-    from reflux.components import tracking
+    from reflux.components import mlflow_connection, tracking
 
     name, job = parameters["run"] or parameters["job"], parameters["job"]
     state = str((parameters.get("status") or {}).get("state", ""))
-    if not tracking.enabled():
+    if not mlflow_connection.enabled():
         print("tracking: off, because MLFLOW_TRACKING_URI is not set", flush=True)
         return
     status = _ENDED.get(state) or tracking.how_it_ended(name, job, failed=state == "FAILED")

@@ -60,11 +60,11 @@ def run(parameters: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: must not be empty. {declare.PLATFORM_PARAMETERS[name]}")
 
     os.environ.update({name: os.environ.get(name, value) for name, value in _QUICKLY.items()})
-    from reflux.components import preflight, tracking  # seconds, so after what needs none
+    from reflux.components import mlflow_connection, preflight, tracking  # seconds, so after what needs none
     from reflux.components.storage import S3Settings, Store
 
     settings = S3Settings.from_env()
-    tracking.check()
+    mlflow_connection.check()
     _require_room(configs, settings)
     store = Store.open(given["store"])
     for remark in preflight.check(configs, store, settings, weights=False):

@@ -14,6 +14,7 @@ from typing import Any
 
 from reflux.components import environment, registry
 from reflux.components.artifacts import Artifact
+from reflux.components.mlflow_connection import answering
 from reflux.components.registry import Version
 from reflux.components.storage import Store
 from reflux.pipelines.review import promotion_ledger, registered_models
@@ -66,11 +67,12 @@ class RefusedError(Exception):
     """The candidate may not become the champion; the message says why."""
 
 
+@answering()
 def promote(asked: Asked, *, data_dir: Path, store: stores.StoreRef | None = None) -> str:
     """Make the version champion; what was done, in words. Nothing is done if it is already.
 
-    RefusedError if it did not pass its gate, is not better or was rolled back before, unless it is forced. ValueError
-    for a version that is not there or not what its tags say.
+    RefusedError if it did not pass its gate, is not better, cannot be compared or was rolled back before, unless it is
+    forced. ValueError for a version that is not there or not what its tags say.
     """
     client = registered_models.required_client(data_dir)
     wanted = registry.CANDIDATE if asked.version is None else asked.version
@@ -90,19 +92,25 @@ def promote(asked: Asked, *, data_dir: Path, store: stores.StoreRef | None = Non
                 return _told(asked.model, record)
 
 
+@answering()
 def roll_back(model: str, reason: str, *, data_dir: Path, store: stores.StoreRef | None = None) -> str:
     """Make the champion before this one the champion again, past all that were rolled back; what was done, in words.
 
     ValueError if there is none, or if another command changed the champion meanwhile.
     """
     client = registered_models.required_client(data_dir)
-    version = registry.resolve(client, f"models:/{model}@{registry.CHAMPION}")
-    with stores.opened(store or registered_models.store_of(version, data_dir)) as (opened, _):
+    if store is None:  # which a champion that reflux did not register has none of
+        store = registered_models.store_of(_champions(client, model), data_dir)
+    with stores.opened(store) as (opened, _):
         records = promotion_ledger.read(opened, model)
         champion = _champion(client, model, records)
         previous = _before(records) if records else registry.aliases(client, model).get(registry.PREVIOUS)
         if champion is None or previous is None:
             raise ValueError(f"{model}: there is no previous champion to roll back to")
+        if not registry.is_there(client, model, previous):
+            raise ValueError(
+                f"models:/{model}/{previous}: is the previous champion, and was deleted; promote --version N"
+            )
         record = Record(
             number=len(records) + 1, champion=previous, previous=champion, why="rollback", reason=reason,
             at=environment.now(),
@@ -111,6 +119,14 @@ def roll_back(model: str, reason: str, *, data_dir: Path, store: stores.StoreRef
             raise ValueError(f"{model}: another command changed the champion in this moment; look, and ask again")
         _show(client, opened, model)
     return _told(model, record)
+
+
+def _champions(client: Any, model: str) -> Version:
+    """The champion, for the store that it lies in."""
+    try:
+        return registry.resolve(client, f"models:/{model}@{registry.CHAMPION}")
+    except ValueError as error:
+        raise ValueError(f"{error}; if the model has a history of promotions, name its store with --store") from None
 
 
 def _before(records: list[Record]) -> int | None:
@@ -143,10 +159,12 @@ def _judged(
             objections.append(f"it was rolled back at {record.at}" + (f" ({record.reason})" if record.reason else ""))
     value, previous_value = _value(candidate, asked.metric), None
     if champion is not None:
-        defender = registry.resolve(client, f"models:/{version.model}/{champion}")
-        present = _summary(store, defender)
-        previous_value = _value(present, asked.metric)
-        objections += _worse(asked.metric, candidate, present, value, previous_value)
+        try:
+            present = _summary(store, registry.resolve(client, f"models:/{version.model}/{champion}"))
+            previous_value = _value(present, asked.metric)
+            objections += _worse(asked.metric, candidate, present, value, previous_value)
+        except ValueError as error:  # not of reflux, deleted, or without its evaluation in this store
+            objections.append(f"it cannot be compared with the champion ({error})")
     if objections and not asked.force:
         raise RefusedError(f"{version.name} stays what it is: {'; '.join(objections)}")
     return Record(
@@ -184,7 +202,7 @@ def _show(client: Any, store: Store, model: str) -> None:
     while (records := promotion_ledger.read(store, model)) and records[-1] != shown:
         shown = records[-1]
         client.set_registered_model_alias(model, registry.CHAMPION, str(shown.champion))
-        if shown.previous is not None:
+        if shown.previous is not None and registry.is_there(client, model, shown.previous):
             client.set_registered_model_alias(model, registry.PREVIOUS, str(shown.previous))
         said = f"{shown.number}: {shown.why}" + (f", {shown.reason}" if shown.reason else "")
         client.set_model_version_tag(model, str(shown.champion), "reflux.promotion", said)

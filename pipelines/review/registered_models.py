@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from reflux.components import registry, tracking
+from reflux.components import mlflow_connection, registry
 from reflux.components.registry import Version
 from reflux.components.storage import Store
 from reflux.pipelines.store import embedded_store, stores
@@ -26,7 +26,7 @@ def client(data_dir: Path) -> Any:
     if "MLFLOW_TRACKING_URI" not in os.environ and (data_dir / "mlflow.db").exists():
         os.environ["MLFLOW_TRACKING_URI"] = database_uri(data_dir)
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # else it tells every migration of its database
-    return tracking.connect() if tracking.enabled() else None
+    return mlflow_connection.connect() if mlflow_connection.enabled() else None
 
 
 def required_client(data_dir: Path) -> Any:

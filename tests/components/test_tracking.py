@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from reflux.components import __main__ as entry
-from reflux.components import tracking
+from reflux.components import mlflow_connection, tracking
 from reflux.components.artifacts import Artifact
 from reflux.components.progress import MetricPoint
 from reflux.components.storage import Store
@@ -231,13 +231,52 @@ def test_unusable_tracking_is_one_clear_line(
     assert "reflux brew: MLFLOW_TRACKING_URI" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # each moment takes a stage with a database of its own
+def test_mlflow_that_goes_away_at_any_moment_is_one_clear_line(
+    tmp_path: Path, empty_mlflow: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its database loses its tables before one call of the client after the other, until a stage needs no more."""
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("REFLUX_PARENT_PID", raising=False)
+    calls = [name for name, member in vars(MlflowClient).items() if callable(member) and not name.startswith("_")]
+    originals = {name: getattr(MlflowClient, name) for name in calls}
+    for moment in range(100):
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        database = Path(shutil.copy(empty_mlflow, folder / "mlflow.db"))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
+        left = [moment]
+
+        def failing(name: str, database: Path = database, left: list[int] = left) -> Any:
+            def call(*given: Any, **named: Any) -> Any:
+                left[0] -= 1
+                if left[0] < 0:
+                    os.truncate(database, 0)
+                return originals[name](*given, **named)
+
+            return call
+
+        for name in calls:
+            monkeypatch.setattr(MlflowClient, name, failing(name))
+        code = brew(folder)
+        said = capsys.readouterr().err.splitlines()
+        if left[0] >= 0:
+            assert (code, said) == (0, [])
+            break
+        assert code == os.EX_TEMPFAIL, moment
+        (line,) = [line for line in said if line.startswith("reflux brew: MLFLOW_TRACKING_URI sqlite:")]
+        assert "MLflow cannot be used (" in line
+    assert moment > 10
+
+
 def test_the_password_of_an_address_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:9")
     with pytest.raises(
         ConnectionError, match=r"http://127\.0\.0\.1:9: MLflow cannot be used \(API request to http://127"
     ) as e:
-        tracking.check()
+        mlflow_connection.check()
     assert "secret" not in str(e.value)
 
 

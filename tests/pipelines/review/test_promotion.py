@@ -123,6 +123,77 @@ def test_numbers_measured_on_something_else_are_not_compared(tmp_path: Path, cli
     assert "was not measured on what the champion's was" in result.output
 
 
+@pytest.mark.parametrize(
+    ("champion", "message"),
+    [
+        ("foreign", "it cannot be compared with the champion (models:/student/2: was not registered by reflux)"),
+        ("deleted", "it cannot be compared with the champion (models:/student/1: MLflow's registry has no such"),
+        ("elsewhere", "it cannot be compared with the champion ("),
+    ],
+)
+def test_a_champion_that_cannot_be_judged_gives_way_to_force_alone(
+    tmp_path: Path, client: Any, store: Store, champion: str, message: str
+) -> None:
+    register(store, perplexity=40.0)
+    assert promote(tmp_path).exit_code == 0
+    if champion == "foreign":  # by hand, as the alias of a model without a history
+        store.delete_prefix("promotions")
+        client.create_model_version(MODEL, source="s3://elsewhere/model")
+        client.set_registered_model_alias(MODEL, "champion", "2")
+    elif champion == "deleted":
+        client.delete_model_version(MODEL, "1")
+    else:
+        store.delete_prefix("objects/evaluate")
+    better = register(store, perplexity=35.0).number
+    refused = promote(tmp_path)
+    assert refused.exit_code == 3, refused.output
+    assert message in refused.output
+    forced = promote(tmp_path, "--force", "--reason", "the champion is of another team")
+    assert forced.exit_code == 0, forced.output
+    record = promotion_ledger.read(store, MODEL)[-1]
+    assert (record.champion, record.why, record.value, record.previous_value) == (better, "forced", 35.0, None)
+    assert aliases(client)["champion"] == better
+    if champion == "deleted":
+        back = promote(tmp_path, "--rollback")
+        assert back.exit_code == 2
+        assert "models:/student/1: is the previous champion, and was deleted" in back.output
+        assert promotion_ledger.read(store, MODEL)[-1] == record
+
+
+def test_back_past_a_champion_that_somebody_made_by_hand(tmp_path: Path, client: Any, store: Store) -> None:
+    for perplexity in (40.0, 35.0):
+        register(store, perplexity=perplexity)
+        assert promote(tmp_path).exit_code == 0
+    client.create_model_version(MODEL, source="s3://elsewhere/model")
+    client.set_registered_model_alias(MODEL, "champion", "3")
+    unknown = promote(tmp_path, "--rollback")
+    assert unknown.exit_code == 2
+    assert "models:/student/3: was not registered by reflux; if the model has a history of promotions" in unknown.output
+    back = promote(tmp_path, "--rollback", "--store", str(tmp_path / "store"))
+    assert back.output == "models:/student/1 is the champion: rollback\n"
+    assert aliases(client)["champion"] == 1
+
+
+def test_mlflow_that_goes_away_is_one_line(
+    tmp_path: Path, client: Any, store: Store, empty_mlflow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its database loses its tables once the version was found."""
+    database = Path(shutil.copy(empty_mlflow, tmp_path / "mlflow.db"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
+    register(store, perplexity=40.0)
+    read = promotion_ledger.read
+
+    def then_away(at: Store, model: str) -> list[Record]:
+        database.write_bytes(b"")
+        return read(at, model)
+
+    monkeypatch.setattr(promotion_ledger, "read", then_away)
+    done = promote(tmp_path)
+    assert done.exit_code == 2
+    (line,) = [line for line in done.output.splitlines() if line.startswith("Error: MLFLOW_TRACKING_URI sqlite:")]
+    assert "MLflow cannot be used ((sqlite3.OperationalError) no such table" in line
+
+
 def test_the_gate_is_read_from_the_store_and_not_from_a_tag(tmp_path: Path, client: Any, store: Store) -> None:
     version = register(store, perplexity=40.0, verdict="fail")
     assert client.get_model_version(MODEL, "1").tags["reflux.verdict"] == "pass"
