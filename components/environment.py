@@ -10,6 +10,8 @@ import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
+COMPILED_BY = "REFLUX_COMPILED_BY"
+"""The variable of every container that says which version of reflux made the pipeline."""
 _RECORDED = ("torch", "transformers", "pyarrow")
 
 
@@ -17,6 +19,23 @@ def versions() -> dict[str, str]:
     """Of reflux (and its commit in a source tree), of Python and of the libraries that compute, none imported."""
     found = {"python": platform.python_version(), "reflux": _version("reflux"), "commit": commit()}
     return found | {name: version for name in _RECORDED if (version := _version(name))}
+
+
+def version() -> str:
+    """Of reflux."""
+    return _version("reflux")
+
+
+def require_compiled_version() -> None:
+    """ValueError in an image of another version than compiled the pipeline: its stages may know other fields, or mean
+    something else by them. Each container asks for itself, for a tag can be another image on every node.
+    """
+    compiled_by = os.environ.get(COMPILED_BY) or version()
+    if compiled_by != version():
+        raise ValueError(
+            f"image: holds reflux {version()}, and the pipeline was compiled by {compiled_by}; compile it with --image "
+            f"of that version, or with reflux {version()}"
+        )
 
 
 def machine() -> dict[str, str]:

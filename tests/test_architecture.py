@@ -44,6 +44,7 @@ SUBMIT_ONLY = sorted(
 LIGHT = {
     f"reflux.components.{name}"
     for name in (
+        "environment",
         "kubeflow",
         "kubeflow.close_run",
         "kubeflow.kfp_task",
@@ -193,7 +194,7 @@ def test_the_wheel_has_every_file(installed: Path) -> None:
 def test_the_wheel_works_on_its_own(installed: Path) -> None:
     """Its own files are imported, not the source tree's, and what ships with it is found."""
     code = (
-        "import reflux.components.sources as s, reflux.components.__main__ as m\n"
+        "import reflux.components.sources as s, reflux.components.calls as m\n"
         "print(s.__file__)\n"
         f"assert m.stages() == {STAGES!r}, m.stages()\n"
         "assert any(s.BUILTIN.iterdir())\n"

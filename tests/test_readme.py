@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from reflux.components import __main__ as stages
+from reflux.components import calls
 from reflux.pipelines import recipes
 from reflux.pipelines.__main__ import cli
 
@@ -50,9 +50,9 @@ def test_commands_are_understood(arguments: list[str]) -> None:
 @pytest.mark.parametrize("arguments", commands(".venv/bin/python -m reflux.components"), ids=" ".join)
 def test_stages_are_run_by_hand_as_written(arguments: list[str]) -> None:
     stage, *flags = arguments
-    component = stages.load(stage)
+    component = calls.load(stage)
     if flags != ["--help"]:
-        assert stages.parse(component, flags).run == "by-hand"
+        assert calls.parse(component, flags).run == "by-hand"
 
 
 def test_targets_exist() -> None:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from reflux.components import environment
 from reflux.components.kubeflow import cluster_environment
 
 REQUIRED = inspect.Parameter.empty
@@ -44,6 +45,7 @@ def started(kfp: Any, image: str, place: Callable[[str, Any], None] | None, argu
     reuse compares content.
     """
     task = cluster_environment.given(kfp(**arguments).set_caching_options(enable_caching=False))
+    task.set_env_variable(environment.COMPILED_BY, environment.version())
     if place is not None:
         place(kfp.name.replace("-", "_"), task)
     return task.set_container_image(image) if image else task

@@ -7,7 +7,6 @@ credentials, and the values of Kubeflow's form. `reflux run` asks `preflight` by
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import shutil
 from collections.abc import Mapping
@@ -23,7 +22,6 @@ _ACCELERATORS = ("accelerator", "accelerators")  # what pods.py gives to stages
 _PARAMETERS: dict[str, Any] = {
     **{name: dict if name == "overrides" else str for name in declare.PLATFORM_PARAMETERS},
     "recipe": str,
-    "compiled_by": str,
     "configs": dict,
     **dict.fromkeys((*SOURCES, *_FIELDS, *_ACCELERATORS), str),
 }
@@ -42,8 +40,7 @@ def prerequisites(configs: Mapping[str, Any], *, image: str = "", place: Any = N
         doc="Refuse in seconds what would stop a stage later.",
         image=declare.IMAGE,
     )
-    given = {"configs": values, "compiled_by": importlib.metadata.version("reflux")} | arguments
-    return kfp_task.started(component, image, place, given)
+    return kfp_task.started(component, image, place, {"configs": values} | arguments)
 
 
 def run(parameters: Mapping[str, Any]) -> None:
@@ -51,7 +48,6 @@ def run(parameters: Mapping[str, Any]) -> None:
     what is wrong: field, value, and what is allowed.
     """
     given = dict(parameters)
-    _require_same_version(given["compiled_by"])
     configs = final_configs(given)
     pods.check_accelerators(*(given[name] for name in _ACCELERATORS))
     run_name = given["run"] or given["job"]
@@ -89,16 +85,6 @@ def final_configs(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config_class(stage: str) -> type:
     return getattr(importlib.import_module(f"reflux.components.{stage}.component"), stage).config_class
-
-
-def _require_same_version(compiled_by: str) -> None:
-    """A stage of another version may know other fields, or mean something else by them."""
-    here = importlib.metadata.version("reflux")
-    if here != compiled_by:
-        raise ValueError(
-            f"image: holds reflux {here}, and the pipeline was compiled by {compiled_by}; compile it with --image of "
-            f"that version, or with reflux {here}"
-        )
 
 
 def _require_room(configs: Mapping[str, Any], settings: Any) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reflux.components import environment
 from reflux.components.kubeflow import cluster_environment
 
 GROUP, VERSION, PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
@@ -69,7 +70,10 @@ def job(asked: Mapping[str, Any], *, stage: str, key: str, run: str, flags: Sequ
                 "image": asked["image"],
                 "command": program,
                 "args": [flag.replace("$(", "$$(") for flag in flags],  # Kubernetes reads $(NAME) in arguments
-                "env": cluster_environment.variables(),
+                "env": [
+                    *cluster_environment.variables(),
+                    {"name": environment.COMPILED_BY, "value": environment.version()},
+                ],
                 "numNodes": int(asked["nodes"]),
                 "numProcPerNode": max(count, 1),
                 "resourcesPerNode": {

@@ -22,6 +22,7 @@ from kfp import local
 from kfp.components import load_component_from_text
 from kfp.local import config as kfp_config
 
+from reflux.components import environment
 from reflux.pipelines.machine.stage_output import Display
 
 PROGRAM = ["python3", "-m", "reflux.components"]
@@ -71,8 +72,11 @@ class Session:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
 
     def environment(self) -> dict[str, str]:
-        """What every stage's program gets, so that its lines arrive at once and in a form that the display reads."""
-        return {"PYTHONUNBUFFERED": "1", "REFLUX_PROGRESS": "json" if self.display.is_terminal else "plain"}
+        """What every stage's program gets: its lines arrive at once and in a form that the display reads, and an image
+        of another version says so.
+        """
+        progress = "json" if self.display.is_terminal else "plain"
+        return {"PYTHONUNBUFFERED": "1", "REFLUX_PROGRESS": progress, environment.COMPILED_BY: environment.version()}
 
     def line(self, text: str) -> None:
         """One line of the running stage's output."""

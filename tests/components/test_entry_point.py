@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from reflux.components import __main__ as entry
+from reflux.components import calls, environment
 from reflux.components.artifacts import Artifact
 from reflux.components.kubeflow import kfp_executor
 from reflux.components.storage import Store
@@ -128,12 +129,12 @@ def test_what_kfps_ui_shows_of_a_stage(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_name_has_that_of_its_job_and_overrides_are_laid_over(tmp_path: Path) -> None:
-    brew = entry.load("toy_stages.brew")
+    brew = calls.load("toy_stages.brew")
     parameters = {"store": "s", "run": "", "job": "8f14", "minutes": 3.0}
     changes = {"overrides": {"brew": {"minutes": 10.0}, "pour": {"cups": 1.0}}}
 
-    def call(**more: Any) -> entry.Call:
-        return entry.parse(brew, ["--executor-input", executor_input(tmp_path, parameters | more, {}, ["tea"])])
+    def call(**more: Any) -> calls.Call:
+        return calls.parse(brew, ["--executor-input", executor_input(tmp_path, parameters | more, {}, ["tea"])])
 
     assert (call().run, call(run="mine").run) == ("8f14", "mine")
     assert (call().config.minutes, call(**changes).config.minutes) == (3, 10)
@@ -168,6 +169,18 @@ def test_wrong_input_is_one_line(
     assert entry.main(brew_flags(tmp_path, *arguments)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(message)
+
+
+@pytest.mark.parametrize("program", ["toy_stages.brew", "prerequisites", "close_run"])
+def test_an_image_of_another_version_than_the_pipelines_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setenv(environment.COMPILED_BY, "9.9.9")
+    assert entry.main([program, *brew_flags(tmp_path)[1:]]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    said = f"image: holds reflux {environment.version()}, and the pipeline was compiled by 9.9.9; compile it with"
+    assert line.startswith(f"reflux {program.rpartition('.')[2]}: {said}")
+    assert not (tmp_path / "store").exists()
 
 
 def test_unknown_stage_and_bad_executor_input(capsys: pytest.CaptureFixture[str]) -> None:

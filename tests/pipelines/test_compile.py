@@ -13,6 +13,7 @@ import pytest
 import yaml
 from kfp.components import load_component_from_text
 
+from reflux.components import environment
 from reflux.components.declare import IMAGE
 from reflux.pipelines import recipes
 from reflux.pipelines.compile import compile_recipe, compile_to_text, require_equal
@@ -145,6 +146,7 @@ def test_every_container_takes_the_executor_input(spec: Any) -> None:
             "image": IMAGE,
             "command": ["python3", "-m", "reflux.components", stage],
             "args": ["--executor-input", "{{$}}"],
+            "env": [{"name": environment.COMPILED_BY, "value": environment.version()}],
         }
 
 

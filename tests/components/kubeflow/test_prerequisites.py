@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shutil
 from collections.abc import Mapping
@@ -37,7 +36,7 @@ def given(tmp_path: Path, tiny_model: Path) -> dict[str, Any]:
         "teacher": str(tiny_model), "student": str(tiny_model), "prompts_uri": str(tmp_path / "prompts.jsonl"),
         "labels_uri": str(tmp_path / "labels.csv"), "eval_text_uri": "", "entity_model": "",
         "start_uri": "",
-        "compiled_by": importlib.metadata.version("reflux"), "overrides": {},
+        "overrides": {},
     }  # fmt: skip
     configs = {stage: vars(config) for stage, config in recipe.stages().items()}
     return form | {"configs": json.loads(json.dumps(configs), parse_int=float)}
@@ -77,7 +76,6 @@ def test_the_form_goes_over_the_recipe_and_the_overrides_over_the_form(given: di
             "accelerator 'A100': Kubernetes' name of a resource is expected, e.g. nvidia.com/gpu",
         ),
         ({"objective": "forwards"}, "distill.objective 'forwards'"),
-        ({"compiled_by": "9.9.9"}, "image: holds reflux "),
         ({"teacher": "/nowhere"}, "collect_traces.teacher: source '/nowhere': no such file or folder"),
         ({"store": ""}, "store: must not be empty."),
         ({"store": "ftp://x/y"}, "store 'ftp://x/y': allowed are"),

@@ -16,7 +16,7 @@ from servers import trainer_contract
 from servers.trainer_contract import Cluster
 
 from reflux.components import __main__ as entry
-from reflux.components import declare
+from reflux.components import declare, environment
 from reflux.components.artifacts import Artifact
 from reflux.components.kubeflow import cluster_environment, train_job
 from reflux.components.kubeflow.train_job import Place, TrainJobError, run_to_end
@@ -72,8 +72,10 @@ def test_the_job_is_one_that_trainer_takes() -> None:
     }  # fmt: skip
     assert trainer["args"] == ["--store=s3://b/$$(HOME)"], "Kubernetes would replace $(HOME)"
     given = {*cluster_environment.KEYS_GIVE, *cluster_environment.SETTINGS_GIVE}
-    assert {variable["name"] for variable in trainer["env"]} == given
-    assert not any("value" in variable for variable in trainer["env"]), "by reference alone"
+    *references, compiled_by = trainer["env"]
+    assert {variable["name"] for variable in references} == given
+    assert not any("value" in variable for variable in references), "by reference alone"
+    assert compiled_by == {"name": environment.COMPILED_BY, "value": environment.version()}
     on_processors = body(accelerator="")["spec"]["trainer"]
     assert on_processors["numProcPerNode"] == 1
     assert on_processors["resourcesPerNode"]["limits"] == {"memory": "16Gi"}
