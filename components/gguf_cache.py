@@ -1,33 +1,32 @@
 """A GGUF file as folders in Hugging Face layout, each made once: transformers needs seconds to parse its metadata.
 
 That is several times in every stage, and dequantising takes as long as a training step. The cache is REFLUX_CACHE,
-default ~/.cache/reflux, by the digest of the file.
+default ~/.cache/reflux: what needs no weights by the digest of the file's header, the rest by that of the file.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 import struct
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from reflux.components import gguf_header, sources
+from reflux.components.cache import cache_folder, made_once
 from reflux.components.model_files import require_gguf
 
 
 def described(gguf: Path) -> Path:
-    """The folder with its configuration and tokenizer, for those who need no weights."""
-    return _once(gguf, "descriptions", _describe)
+    """The folder with its configuration and tokenizer, for those who need no weights: a stand-in of the file serves."""
+    return _once(gguf, "descriptions", _header_digest, _describe)
 
 
 def converted(gguf: Path) -> Path:
     """The folder with its configuration and its weights, in float32."""
-    return _once(gguf, "models", _convert)
+    return _once(gguf, "models", sources.digest, _convert)
 
 
 def _describe(gguf: Path, folder: Path) -> None:
@@ -42,26 +41,23 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _once(gguf: Path, kind: str, write: Callable[[Path, Path], None]) -> Path:
-    """The folder of this kind, written once and moved into place whole. ValueError for a file that cannot be read."""
-    require_gguf(gguf)
+def _header_digest(gguf: Path) -> str:
+    """Of the header and the length: a file that was cut is another one."""
     with gguf.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    cache = Path(os.environ.get("REFLUX_CACHE", Path.home() / ".cache" / "reflux")) / kind
-    folder = cache / digest[:32]
-    if folder.exists():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache))
-    try:
-        _write(write, gguf, partial)
-        os.replace(partial, folder)
-    except OSError:
-        if not folder.exists():  # another process may have finished first: its folder is as good
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return folder
+
+        def read(count: int) -> bytes:
+            stream.seek(0)
+            return stream.read(count)
+
+        sha256 = hashlib.sha256(gguf_header.header(read) + str(gguf.stat().st_size).encode())
+    return f"sha256:{sha256.hexdigest()}"
+
+
+def _once(gguf: Path, kind: str, digest: Callable[[Path], str], write: Callable[[Path, Path], None]) -> Path:
+    """The folder of this kind. ValueError for a file that cannot be read."""
+    require_gguf(gguf)
+    name = digest(gguf).removeprefix("sha256:")[:32]
+    return made_once(cache_folder() / kind / name, lambda folder: _write(write, gguf, folder))
 
 
 def _write(write: Callable[[Path, Path], None], gguf: Path, partial: Path) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from reflux.components import gguf_header
+
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 EXPECTED = "a folder with config.json, tokenizer.json and model.safetensors, or a .gguf file"
-GGUF_MAGIC = b"GGUF"
 
 
 def require_model_files(path: Path) -> None:
@@ -67,7 +68,7 @@ def require_gguf(file: Path) -> None:
     if not file.is_file():
         raise ValueError(f"model {file}: no such file")
     with file.open("rb") as stream:
-        if stream.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+        if stream.read(len(gguf_header.MAGIC)) != gguf_header.MAGIC:
             raise ValueError(
                 f"model {file}: is no GGUF file, it does not begin with GGUF; was it downloaded as a page?"
             )

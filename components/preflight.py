@@ -90,7 +90,7 @@ def check(
         first = rejected[0]
         remarks.append(f"{len(rejected)} prompts are set aside; the first, row {first['row']}: {first['reason']}")
     if uri := configs["ingest_labels"].labels_uri:
-        remarks.append(_labels(paths[uri], prompts, collect, settings))
+        remarks.append(_labels(paths[uri], prompts, collect, settings, weights))
     return remarks
 
 
@@ -165,15 +165,18 @@ def _require_fitting_prompts(configs: Mapping[str, Any], prompts: list[Prompt], 
     require_room(evaluate, [max(lengths["heldout"])], student)
 
 
-def _labels(path: Path, prompts: list[Prompt], collect: CollectTracesConfig, settings: S3Settings | None) -> str:
+def _labels(
+    path: Path, prompts: list[Prompt], collect: CollectTracesConfig, settings: S3Settings | None, weights: bool
+) -> str:
     """A remark on the labels, read as the stage will read them.
 
     Which traces there will be is known before the teacher answers; how many steps an answer has is not, but it has no
-    more than tokens.
+    more than tokens. The ids of traces take the digest of the whole teacher, so without `weights` the stage finds out.
     """
     records = load(path)
-    if any(record.values.get("trace_id") for record in records):
-        # takes the whole model, so only where a label asks for it
+    if named := sum(bool(record.values.get("trace_id")) for record in records):
+        if not weights:
+            return f"{len(records)} labels, of which {named} name traces: they are compared when these are there"
         digest = sources.digest(sources.fetch(collect.teacher, settings))
         asked = [(prompt, teacher_id) for teacher_id in teacher_ids(collect, digest) for prompt in prompts]
         ids = [(trace_id(prompt, collect, teacher_id), prompt) for prompt, teacher_id in asked]

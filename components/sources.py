@@ -8,15 +8,15 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.util
-import os
 import re
-import shutil
-import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from reflux.components import hub_models, weight_headers
+from reflux.components.cache import cache_folder, made_once
 from reflux.components.canonical import canonical, sha256_hex
 from reflux.components.provenance import public_uri
 from reflux.components.storage import Entry, S3Settings
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 BUILTIN = Path(__file__).parent / "builtin"
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
-# a mistyped path, not a model of the hub
 _DATA_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt", ".gguf", ".gz", ".zip"}
-_LONGEST_HEADER = 100_000_000  # bytes, of the format itself
-_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # never pickles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +55,7 @@ def fetch(uri: str, settings: S3Settings | None = None, cache: Path | None = Non
     `cache` (default: REFLUX_CACHE or ~/.cache/reflux); builtin:NAME, a file that ships with reflux; package:MODULE, the
     one GGUF file inside an installed package, which is not imported; ORG/NAME[@REVISION], a model of the hub.
 
-    Without `weights`, safetensors files stay in S3: in their place is their header in a file of the same length, which
-    says in seconds whether the model is whole, and can neither be loaded nor digested.
+    Without `weights`, those of S3 and of the hub stay there, and stand-ins are in their place (weight_headers.py).
     """
     scheme, _, rest = uri.partition(":")
     if scheme in ("s3", "minio"):
@@ -74,22 +70,18 @@ def fetch(uri: str, settings: S3Settings | None = None, cache: Path | None = Non
     if "://" in uri and scheme != "file":
         allowed = "a path, file://, s3://, builtin:NAME, package:MODULE or ORG/NAME of the Hugging Face hub"
         raise ValueError(f"source {public_uri(uri)}: allowed is {allowed}")
-    if (hub := _HUB_ID.fullmatch(uri)) and path.suffix not in _DATA_SUFFIXES:
-        return _fetch_hub(hub[1], hub[2])
+    if hub := _hub_id(uri):
+        return hub_models.fetch(*hub, cache or cache_folder() / "sources", weights=weights)
     raise ValueError(f"source {uri!r}: no such file or folder")
 
 
-def cache_folder() -> Path:
-    """Where what was fetched is kept on this machine."""
-    return Path(os.environ.get("REFLUX_CACHE", Path.home() / ".cache" / "reflux"))
-
-
 def bytes_to_fetch(uri: str, settings: S3Settings) -> int:
-    """What `fetch` would download of an S3 source; 0 of any other: it lies here, or its hub gives no listing."""
-    if uri.partition(":")[0] not in ("s3", "minio"):
-        return 0
-    _, _, chosen = _listed(uri, settings)
-    return sum(entry.bytes for entry in chosen.values())
+    """What `fetch` would download of a source in S3 or of a model of the hub, if nothing of it is here; 0 of others."""
+    if uri.partition(":")[0] in ("s3", "minio"):
+        _, _, chosen = _listed(uri, settings)
+        return sum(entry.bytes for entry in chosen.values())
+    hub = _hub_id(uri)
+    return hub_models.bytes_to_fetch(*hub) if hub else 0
 
 
 def digest(path: Path) -> str:
@@ -119,6 +111,12 @@ def _file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def _hub_id(uri: str) -> tuple[str, str | None] | None:
+    """Name and revision of a model of the hub; None for what lies here, and for a mistyped path."""
+    hub, path = _HUB_ID.fullmatch(uri), Path(uri).expanduser()
+    return (hub[1], hub[2]) if hub and not path.exists() and path.suffix not in _DATA_SUFFIXES else None
+
+
 def _listed(uri: str, settings: S3Settings) -> tuple[S3Store, str, dict[str, Entry]]:
     """The store, the key, and the objects that the source consists of, with what the store says of each."""
     from reflux.components.stores.s3_store import S3Store
@@ -142,38 +140,17 @@ def _fetch_s3(uri: str, settings: S3Settings, cache: Path, weights: bool) -> Pat
     kind = [] if weights else ["without weights"]
     folder = cache / sha256_hex(canonical([settings.endpoint, bucket, version, *kind]))[:32]
     name = key.rpartition("/")[2] or bucket
-    if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache))
-        try:
-            for object_key in chosen:
-                relative = object_key.removeprefix(key).strip("/")
-                path = partial / name / relative if relative else partial / name
-                if weights or path.suffix != ".safetensors":
-                    store.download(object_key, path)
-                else:
-                    _fetch_header(store, object_key, path)
-            _move_unless_there(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    return folder / name
 
+    def fill(made: Path) -> None:
+        for object_key in chosen:
+            relative = object_key.removeprefix(key).strip("/")
+            path = made / name / relative if relative else made / name
+            if weights or not weight_headers.is_weights(path.name):
+                store.download(object_key, path)
+            else:
+                weight_headers.write(partial(store.read_range, object_key, 0), store.size(object_key), path)
 
-def _fetch_header(store: S3Store, key: str, path: Path) -> None:
-    """The header of a safetensors file: eight bytes that give its length, then JSON. Up to the file's end, nothing."""
-    size = store.size(key)
-    length = 8 + int.from_bytes(store.read_range(key, 0, min(8, size)), "little")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(store.read_range(key, 0, min(length, size, _LONGEST_HEADER)))
-    os.truncate(path, size)
-
-
-def _move_unless_there(partial: Path, folder: Path) -> None:
-    try:
-        partial.replace(folder)
-    except OSError:
-        if not folder.exists():  # another process may have been faster: its copy is as good
-            raise
+    return made_once(folder, fill) / name
 
 
 def _fetch_builtin(name: str) -> Path:
@@ -202,15 +179,3 @@ def _fetch_package(module: str) -> Path:
             f"source package:{module}: exactly one GGUF file is expected in it, found {[file.name for file in found]}"
         )
     return found[0].absolute()
-
-
-def _fetch_hub(name: str, revision: str | None) -> Path:
-    import huggingface_hub  # only here: most sources are files
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise ValueError(
-            f"source {name}: no such path here, and the Hugging Face hub does not give it ({error})"
-        ) from error

@@ -88,19 +88,20 @@ def _config_class(stage: str) -> type:
 
 
 def _require_room(configs: Mapping[str, Any], settings: Any) -> None:
-    """Every pod fetches what lies in S3 before it works; a full disk would show in the middle of that."""
+    """Every pod fetches what lies in S3 or at the hub before it works; a full disk would show in the middle of that."""
     from reflux.components import sources
+    from reflux.components.cache import cache_folder
     from reflux.components.provenance import public_uri
 
     uris = {uri for config in configs.values() for uri in declare.source_fields(config).values()}
     needed = {uri: sources.bytes_to_fetch(uri, settings) for uri in sorted(uris)}
-    cache = sources.cache_folder()
-    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    folder = cache_folder()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
     free = shutil.disk_usage(there).free
     if sum(needed.values()) > free:
         largest = max(needed, key=needed.__getitem__)
         raise ValueError(
             f"disk {there}: {free / 1e9:.1f} GB are free, and what has to be fetched takes "
             f"{sum(needed.values()) / 1e9:.1f} GB, of which {public_uri(largest)} {needed[largest] / 1e9:.1f}; "
-            "give the pods a larger volume and name it in REFLUX_CACHE"
+            "give the pods a larger volume and name it in REFLUX_CACHE and HF_HOME"
         )

@@ -244,6 +244,8 @@ def test_trace_ids_are_known_before_the_teacher_answers(
     labels.write_text("".join(json.dumps(row) + "\n" for row in rows))
     configs = changed(configs, "ingest_labels", labels_uri=str(labels))
     assert preflight.check(configs, store)[-1] == "12 labels"
+    later = preflight.check(configs, store, weights=False)[-1]
+    assert later == "12 labels, of which 12 name traces: they are compared when these are there"
     with pytest.raises(ValueError, match=r"labels\.jsonl: no usable row; .* unknown among 12 traces"):
         preflight.check(changed(configs, "collect_traces", seed=1), store)
 

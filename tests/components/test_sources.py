@@ -95,6 +95,11 @@ def test_a_model_in_s3_is_looked_at_without_its_weights(s3: S3Settings, tmp_path
         require_model_files(fetch(uri, s3, tmp_path / "cache", weights=False))
     assert bytes_to_fetch(uri, s3) == sum(entry.bytes for entry in store.entries("model").values())
     assert bytes_to_fetch(str(tiny_model), s3) == 0
+    empty = b"GGUF" + (3).to_bytes(4, "little") + bytes(16)
+    store.write("model.gguf", empty + bytes(3_000_000))
+    looked = fetch(f"{store.uri}/model.gguf", s3, tmp_path / "cache", weights=False)
+    require_model_files(looked)
+    assert looked.stat().st_size == len(empty) + 3_000_000 > 100 * looked.stat().st_blocks * 512
 
 
 def test_what_ships_with_reflux_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
