@@ -64,6 +64,8 @@ class Chain:
     """One line each, naming the object."""
     opened: dict[tuple[str, str], Artifact | None] = field(default_factory=dict)
     """stage and key -> the artifact, None where it cannot be read: each is verified once, whoever names it."""
+    objects: set[tuple[str, str]] = field(default_factory=set)
+    """What was hashed beside manifests, with the sha256 that it should have: one object can be in several artifacts."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -125,7 +127,7 @@ def show(chain: Chain) -> None:
         _grow(tree, chain.artifacts[chain.root], chain, shown)
         console.print(tree)
     console.print(f"root: {chain.root}")
-    objects = sum(node.shards + 1 for node in chain.artifacts.values())
+    objects = len(chain.objects) + len(chain.artifacts)
     if not chain.mismatches:
         console.print(
             f"verified: {len(chain.artifacts)} artifacts, {objects} objects, every digest matches", style="green"
@@ -184,7 +186,7 @@ def _visit(chain: Chain, store: Store, named: _Named, child: str) -> None:
     address = named.stage, named.key
     known = address in chain.opened
     if not known:
-        chain.mismatches += verify_objects(store, *address)
+        chain.mismatches += verify_objects(store, *address, chain.objects)
         chain.opened[address] = _open(store, *address)
     artifact = chain.opened[address]
     if artifact is None or named.digest in chain.artifacts:  # what it was made from is only known to itself

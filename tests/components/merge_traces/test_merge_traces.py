@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from stage_writers import writer_for
 
 from reflux.components import __main__ as entry
@@ -23,6 +24,7 @@ from reflux.components.collect_traces.stage import run
 from reflux.components.merge_traces.config import MergeTracesConfig
 from reflux.components.provenance import from_bytes, to_bytes
 from reflux.components.storage import Store
+from reflux.pipelines.__main__ import cli
 from reflux.pipelines.store import garbage, inventory
 
 PARTS = ("1/3", "2/3", "3/3")
@@ -133,6 +135,19 @@ def test_what_it_is_made_of_is_kept_with_it(store: Path, parts: list[Artifact], 
     kept = garbage.plan(later, {"a run": [(joined.stage, joined.key)]}, [], 1.0)
     assert {name for fate in kept.fates for name in fate.goes} <= {"attempt.json"}, "of the second who asked for it"
     assert all(fate.goes for fate in garbage.plan(later, {}, [], 1.0).fates)
+
+
+def test_its_lineage_counts_and_names_every_object_once(collect: Callable[..., Artifact], tmp_path: Path) -> None:
+    made = [collect(tmp_path / "own", part) for part in PARTS]
+    joined = merged(tmp_path / "own", made, tmp_path)
+    command = ["lineage", joined.digest, "--store", str(tmp_path / "own")]
+    objects = {shard.object for artifact in [joined, *made] for shard in artifact.shards()}
+    told = CliRunner().invoke(cli, command).output
+    assert f"verified: 4 artifacts, {len(objects) + 4} objects, every digest matches" in told
+    (victim, *_) = made[1].shards("traces")
+    (tmp_path / "own" / victim.object).write_bytes(b"another")
+    damaged = CliRunner().invoke(cli, command)
+    assert (damaged.exit_code, damaged.output.count(victim.object)) == (1, 1)
 
 
 def test_a_changed_or_missing_object_of_a_part_shows(collect: Callable[..., Artifact], tmp_path: Path) -> None:

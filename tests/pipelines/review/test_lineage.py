@@ -69,7 +69,8 @@ def test_the_tree_shows_every_artifact_once(original: Path) -> None:
     assert result.exit_code == 0
     for stage in PARENTS:
         assert f"{stage} {runs.read(original).artifacts[stage]['digest'][:19]}" in result.output
-    assert "verified: 6 artifacts" in result.output
+    objects = [path for path in Path(runs.read(original).store.uri).rglob("*") if path.is_file()]
+    assert f"verified: 6 artifacts, {len(objects)} objects, every digest matches" in result.output
     assert f"root: {runs.read(original).root}" in result.output
 
 
