@@ -23,7 +23,8 @@ def driver_here() -> Finding:
     """Of this machine."""
     if not torch.cuda.is_available():
         raise NothingToSeeError(f"{NO_GPU}; torch is {torch.__version__}")
-    return driver(torch._C._cuda_getDriverVersion(), torch.version.cuda or "0", torch.cuda.get_device_capability())
+    version = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  only in builds for CUDA
+    return driver(version, torch.version.cuda or "0", torch.cuda.get_device_capability())
 
 
 def driver(version: int, built_for: str, capability: tuple[int, int]) -> Finding:

@@ -22,9 +22,11 @@ import pytest
 import torch
 from tiny_bundle import write_tiny_bundle
 from tiny_model import save_tiny_model
+from transformers import AutoModelForCausalLM
 
 from reflux.components.algorithms.low_bit import full_precision_activations
 from reflux.components.bundles.bundle import load_bundle
+from reflux.components.bundles.transformers_bundle import low_bit_config
 
 BUNDLE, VLLM = (os.environ.get(name, "") for name in ("REFLUX_BUNDLE", "REFLUX_VLLM_PYTHON"))
 PROMPT_TOKENS = (5, 40, 23, 1)
@@ -53,7 +55,7 @@ print("told " + json.dumps(told))
 pytestmark = [
     pytest.mark.heavy,
     pytest.mark.skipif(not VLLM, reason="REFLUX_VLLM_PYTHON names none"),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1200),
 ]
 
 
@@ -66,7 +68,7 @@ def served(folder: Path, dtype: str, method: str = "reflux", vocabulary: int = 2
         "PYTHONPATH": str(folder / "runtime"),
     }  # fmt: skip
     command = [VLLM, "-c", PROGRAM, str(folder), json.dumps(asked), dtype, method, str(NEW_TOKENS)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1100)
 
 
 def told(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -78,7 +80,7 @@ def told(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 def logprobs(model: Any, ids: list[int], shift: int = 0) -> torch.Tensor:
     """[T - 1] of the sequence's own next tokens. A shift moves what RoPE does not see: distances stay."""
     input_BT = torch.tensor([ids])
-    logits_TV = model(input_BT, position_ids=torch.arange(len(ids))[None] + shift).logits[0, :-1]
+    logits_TV = model(input_BT, position_ids=torch.arange(len(ids))[None] + shift).logits[0, :-1].float()
     return logits_TV.log_softmax(-1).gather(-1, input_BT[0, 1:, None])[:, 0]
 
 
@@ -118,12 +120,16 @@ def test_rounding_and_positions_are_ours(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"activation": "plain", "activation_bits": 8}], ids=["dual", "plain"])
 def test_packed_weights_run_on_vllms_kernel(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """In bfloat16, where values beside the middle of two codes cross it, and as many do in our own forward."""
     folder = write_tiny_bundle(tmp_path / "bundle", model, **options)
-    found = differences(folder, told(served(folder, "bfloat16")))
-    shown(f"W4 {options or 'A4 dual'}, bfloat16", found)
-    assert found["own"] < 0.1
-    if not options:
-        assert found["own"] < 0.5 * min(found["shifted"], found["weights only"])
+    answers = told(served(folder, "bfloat16"))
+    found = differences(folder, answers)
+    own, config = load_bundle(folder), low_bit_config(folder)
+    short = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.bfloat16)
+    apart = [(logprobs(own, answer["ids"]) - logprobs(short, answer["ids"])).abs() for answer in answers]
+    usual = torch.cat(apart).mean().item()
+    shown(f"W4 {options or 'A4 dual'}, bfloat16", found | {"our own forward in bfloat16 from float32": usual})
+    assert found["own"] < 1.5 * usual
 
 
 def test_without_the_option_vllm_serves_the_weights_alone(model: Path, tmp_path: Path) -> None:
@@ -142,7 +148,7 @@ def test_no_bundle_is_refused(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not BUNDLE, reason="REFLUX_BUNDLE names none")
-def test_a_real_bundle(tmp_path: Path) -> None:
+def test_a_real_bundle() -> None:
     """A whole W4A4 model repeats its perplexity and not its logits (docs/low-bit.md), so means are compared."""
     folder = Path(BUNDLE)
     answers = told(served(folder, "bfloat16", vocabulary=40_000))
