@@ -66,7 +66,8 @@ def main() -> None:
             runs = [run(setting, fraction, seed, given) for seed in range(given.seeds)]
             measured[arm] = np.stack([values_MU for values_MU, _ in runs], 1)  # [measures, seeds, prompts]
             tokens[arm] = [scored for _, scored in runs]
-            print(arm, {name: round(float(v), 4) for name, v in zip(MEASURES, measured[arm].mean((1, 2)), strict=True)})
+            means = measured[arm].mean((1, 2))
+            print(arm, {name: round(float(v), 4) for name, v in zip(MEASURES, means, strict=True)}, flush=True)
         before_MU = judged(setting, trainer_of(setting, 0.0, 0, given), given)
     result = {
         "before": named(before_MU.mean(1)),
