@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -69,6 +71,18 @@ def test_configuration_files_are_accepted(text: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(text)
     recipes.overridden(recipes.demo(), recipes.read_changes(file))
+
+
+def test_what_python_is_told_to_import_is_there() -> None:
+    found = [
+        node for text in blocks("python") for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)
+    ]
+    ours = [
+        (node.module, each.name) for node in found for each in node.names if (node.module or "").startswith("reflux.")
+    ]
+    assert len(ours) >= 5
+    for module, name in ours:
+        assert hasattr(importlib.import_module(str(module)), name) or importlib.util.find_spec(f"{module}.{name}"), name
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
