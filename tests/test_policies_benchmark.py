@@ -32,5 +32,6 @@ def test_one_command_measures_every_policy_beside_the_table(tiny_model: Path) ->
     assert all(row["step_ms_batch_1"] > 0 and row["step_ms_batch_4"] > 0 for row in result["policies"].values())
     assert result["k_norms"].keys() == {"0.0", "0.25", "0.5", "1.0"}
     assert all(row["kl_nats"] > 0 for row in result["k_norms"].values())
+    assert all(0 < row["outlier_capture"] <= 1 for row in result["k_norms"].values())
     errors = list(result["interpolation"].values())
     assert errors == sorted(errors, reverse=True)

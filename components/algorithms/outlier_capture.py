@@ -34,7 +34,7 @@ def captured(x_ND: Tensor, main_scale_N1: Tensor, bits: int) -> Tensor:
 
 @contextmanager
 def watching_capture(
-    model: Any, site_bits: Mapping[str, int], rows_N: list[int], columns_N: list[int]
+    model: Any, site_bits: Mapping[str, int], rows_N: list[int] | Tensor, columns_N: list[int] | Tensor
 ) -> Iterator[list[Tensor]]:
     """Within the block, of the N tokens at these rows and columns of the model's forwards: a [N] of captured shares for
     each dual-scale site that rounds, in order. `site_bits` are those of `bits_of_sites`.

@@ -127,45 +127,56 @@ def attach(model: Any, kind: str, seed: int = 0) -> None:
         modules[f"layers.{layer}.mlp_in"].register_forward_pre_hook(partial(reader.read, layer), with_kwargs=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """Of the forward that is under way."""
+
+    table_scales: list[Tensor]
+    """[B, T] by site"""
+    position_BT: Tensor
+    visible_BTT: Tensor | None
+    """None with a cache."""
+    cache: SlotCache | None
+
+    def look_back(self, layer: int, kept_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        if self.cache is None:
+            assert self.visible_BTT is not None
+            return kept_BTE, self.visible_BTT
+        kept_BUE = self.cache.remember(layer, kept_BTE)
+        so_far_U = torch.arange(kept_BUE.shape[1], device=kept_BUE.device)
+        return kept_BUE, so_far_U <= self.position_BT[..., None]  # an entry's index is its position
+
+
 class _Reader:
-    """The hooks of one model, and what they know of the forward that is under way."""
+    """The hooks of one model."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.table_scales: list[Tensor] = []
-        self.position_BT = self.visible_BTU = torch.empty(0)
-        self.cache: SlotCache | None = None
 
     def begin(self, decoder: Any, args: tuple, kwargs: dict) -> None:
         if self.model.policy_network is None:
             return
-        self.table_scales = list(decoder.main_scales)  # each [B, T]
-        decoder.main_scales = list(self.table_scales)
-        self.position_BT = kwargs["position_ids"]
         cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
         if cache is None and kwargs.get("use_cache"):
             raise ValueError("policy network: a generation needs a SlotCache from its first token on")
         if cache is not None and not isinstance(cache, SlotCache):
             raise ValueError(f"policy network: keeps what it has read in a SlotCache, not in a {type(cache).__name__}")
-        self.cache = cache
-        if cache is None:
-            self.visible_BTU = same_sequence_so_far(self.position_BT)
+        position_BT, table_scales = kwargs["position_ids"], list(decoder.main_scales)
+        visible_BTT = same_sequence_so_far(position_BT) if cache is None else None
+        decoder.main_scales = list(table_scales)
+        decoder.policy_reading = _Reading(
+            table_scales=table_scales, position_BT=position_BT, visible_BTT=visible_BTT, cache=cache
+        )
 
     def read(self, layer: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self.model.policy_network is None:
             return
         x_BTD = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        correction_BTC = self.model.policy_network(x_BTD, layer, partial(self.look_back, layer))
+        reading: _Reading = self.model.model.policy_reading
+        correction_BTC = self.model.policy_network(x_BTD, layer, partial(reading.look_back, layer))
         for site, factor_BT in zip(SITES, correction_BTC.exp().unbind(-1), strict=True):
             at = self.model.policy.index[f"layers.{layer + 1}.{site}"]
-            self.model.model.main_scales[at] = self.table_scales[at] * factor_BT
-
-    def look_back(self, layer: int, kept_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        if self.cache is None:
-            return kept_BTE, self.visible_BTU
-        kept_BUE = self.cache.remember(layer, kept_BTE)
-        so_far_U = torch.arange(kept_BUE.shape[1], device=kept_BUE.device)
-        return kept_BUE, so_far_U <= self.position_BT[..., None]  # an entry's index is its position
+            self.model.model.main_scales[at] = reading.table_scales[at] * factor_BT
 
 
 def same_sequence_so_far(position_BT: Tensor) -> Tensor:

@@ -19,6 +19,9 @@ from .low_bit import decoder_layers
 
 NONE, SELECTIVE, FULL = MODES = ("none", "selective", "full")
 
+FORWARD_STATE = ("main_scales", "policy_reading")
+"""What hooks keep at the decoder of the forward that is under way (low_bit.py, policy_networks.py)."""
+
 _ATEN = torch.ops.aten
 _KEPT = {
     _ATEN.mm.default,
@@ -38,13 +41,28 @@ def recompute_layers(model: Any, mode: str) -> None:
     contexts = functools.partial(create_selective_checkpoint_contexts, _keep) if mode == SELECTIVE else None
     how = {"context_fn": contexts} if contexts else {}
     for layer in decoder_layers(model):
-        layer.forward = functools.partial(_recomputed, layer.forward, how)
+        layer.forward = functools.partial(_recomputed, layer.forward, model.model, how)
 
 
-def _recomputed(forward: Callable[..., Any], how: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+def _recomputed(forward: Callable[..., Any], decoder: Any, how: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **how, **kwargs)
+    state = _state_of(decoder)
+
+    def with_its_state(*args: Any, **kwargs: Any) -> Any:
+        """Another forward may have begun before this one's gradient is due."""
+        now = _state_of(decoder)
+        vars(decoder).update(state)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            vars(decoder).update(now)
+
+    return checkpoint(with_its_state, *args, use_reentrant=False, preserve_rng_state=False, **how, **kwargs)
+
+
+def _state_of(decoder: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(decoder).items() if name in FORWARD_STATE}
 
 
 def _keep(_context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -39,8 +39,9 @@ def settle(trainer: Trainer) -> dict[str, float]:
     device = next(student.parameters()).device
     sequences = [trace.token_ids for trace in [*trainer.traces.values()][:TABULATED_TRACES]]
     batches = (padded(part, 0) for part in batched(sequences, config.micro_batch_sequences))
+    on_device = ((ids.to(device), mask.to(device), position.to(device)) for ids, mask, position in batches)
     with parallel.whole(student), frozen_weights(student):
-        found = corrections(student, (tuple(tensor.to(device) for tensor in batch) for batch in batches))
+        found = corrections(student, on_device)
     name, mean_SP = "policy.log_main_SP", found.mean_SP.to(device)
     with torch.no_grad():
         trainer.policy[name].add_(mean_SP)

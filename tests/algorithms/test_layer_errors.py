@@ -109,7 +109,7 @@ def test_the_kl_of_normalised_outputs_equals_numpy() -> None:
 def test_every_layer_is_seen_once_as_the_model_itself_says(tiny_model: Path, recomputed: bool) -> None:
     model = load_model(tiny_model)
     if recomputed:
-        recompute_layers(model)
+        recompute_layers(model, "full")
     ids_BT = torch.randint(3, 200, (2, 6), generator=torch.Generator().manual_seed(0))
     seen: list[torch.Tensor] = []
     with watching_layers(model, seen.append):

@@ -185,17 +185,21 @@ def test_rollouts_see_the_logits_of_whole_sequences(kind: str, model: Any) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_reach_every_part_and_recomputed_layers_change_none(kind: str, model: Any) -> None:
+    """Two forwards of different length come before their gradients."""
     found = []
     attach(model, kind)
     say_something(model.policy_network)
-    for recompute in (False, True):
-        if recompute:
-            recompute_layers(model)
-        model(**inputs()).logits.logsumexp(-1).sum().backward()
+    forwards = [layer.forward for layer in decoder_layers(model)]
+    for mode in ("none", "selective", "full"):
+        for layer, forward in zip(decoder_layers(model), forwards, strict=True):
+            layer.forward = forward
+        recompute_layers(model, mode)
+        sum(model(**inputs(tokens=tokens)).logits.logsumexp(-1).sum() for tokens in (9, 6)).backward()
         found.append({name: p.grad.clone() for name, p in model.policy_network.named_parameters()})
         model.zero_grad(set_to_none=True)
     assert all(grad.any() for grad in found[0].values())
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    for again in found[1:]:
+        assert all(torch.equal(found[0][name], grad) for name, grad in again.items())
 
 
 @pytest.mark.parametrize(("channels", "layers"), [(64, 2), (576, 30), (4096, 32), (16384, 126)])
