@@ -38,13 +38,15 @@ ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class CodedWeight:
-    """A symmetric low-bit weight: value = code * scale of its group."""
+    """A low-bit weight: value = (code − zero point) * scale, both of its group."""
 
     bits: int
     codes_OI: Tensor
     """int8"""
     scale_OG: Tensor
     """float32"""
+    zero_OG: Tensor | None = None
+    """int8, codes that stand for zero; None: zero stands for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,7 @@ class IntegerLinear(nn.Module):
 
     codes_GSO: Tensor
     scale_GO: Tensor
+    zero_GO: Tensor | None
 
     def __init__(self, coded: CodedWeight, bias_O: Tensor | None) -> None:
         super().__init__()
@@ -95,16 +98,19 @@ class IntegerLinear(nn.Module):
         codes_OGS = coded.codes_OI.reshape(outputs, groups, -1)
         self.register_buffer("codes_GSO", codes_OGS.permute(1, 2, 0).contiguous())
         self.register_buffer("scale_GO", coded.scale_OG.t().contiguous())
+        self.register_buffer("zero_GO", None if coded.zero_OG is None else coded.zero_OG.t().contiguous())
         self.bias = None if bias_O is None else nn.Parameter(bias_O.detach(), requires_grad=False)
         self.incoming: CodedRows | None = None
 
     def group_sums(self, codes_RI: Tensor) -> Tensor:
-        """[G, R, O] int32, exact: of every group, the products of codes summed."""
+        """[G, R, O] int32, exact: of every group, the products of codes and steps from zero summed."""
         groups, size, outputs = self.codes_GSO.shape
         codes_GRS = codes_RI.reshape(-1, groups, size).transpose(0, 1).contiguous()
         sums_GRO = torch.empty(groups, len(codes_RI), outputs, dtype=torch.int32)
         for g in range(groups):
             torch._int_mm(codes_GRS[g], self.codes_GSO[g], out=sums_GRO[g])
+        if self.zero_GO is not None:  # sum x (q − z) = sum x q − z sum x
+            sums_GRO -= codes_GRS.sum(-1, dtype=torch.int32)[..., None] * self.zero_GO[:, None]
         return sums_GRO
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,7 +133,7 @@ class IntegerLinear(nn.Module):
     def weight(self) -> Tensor:
         """[O, I] the restored weight."""
         codes_OI = self.codes_GSO.permute(2, 0, 1).reshape(self.scale_GO.shape[1], -1)
-        return weight_values(codes_OI, self.scale_GO.t())
+        return weight_values(codes_OI, self.scale_GO.t(), None if self.zero_GO is None else self.zero_GO.t())
 
 
 class Int4Linear(nn.Module):
@@ -148,10 +154,9 @@ class Int4Linear(nn.Module):
             )
         convert = torch.ops.aten._convert_weight_to_int4pack_for_cpu
         self.register_buffer("packed_OP", convert(coded.codes_OI.to(torch.int32) + INT4_ZERO, 1))
-        scale_GO = coded.scale_OG.t()
-        self.register_buffer(
-            "scales_GO2", torch.stack([scale_GO, torch.zeros_like(scale_GO)], -1).to(dtype).contiguous()
-        )
+        offset_OG = torch.zeros_like(coded.scale_OG) if coded.zero_OG is None else coded.zero_OG * -coded.scale_OG
+        scales_GO2 = torch.stack([coded.scale_OG.t(), offset_OG.t()], -1).to(dtype).contiguous()
+        self.register_buffer("scales_GO2", scales_GO2)
         self.bias = None if bias_O is None else nn.Parameter(bias_O.detach().to(dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:

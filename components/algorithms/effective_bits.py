@@ -8,7 +8,7 @@ value anything.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .layer_bits import FULL_PRECISION, SITES, stored_bits
@@ -27,22 +27,26 @@ class Bits:
     code: float
     flag: float = 0.0
     scale: float = 0.0
+    zero_point: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.code + self.flag + self.scale
+        return self.code + self.flag + self.scale + self.zero_point
 
     def __str__(self) -> str:
-        parts = {"code": self.code, "flag": self.flag, "scale": self.scale}
+        parts = {"code": self.code, "flag": self.flag, "scale": self.scale, "zero point": self.zero_point}
         return f"{self.total:.2f} ({', '.join(f'{name} {bits:.2f}' for name, bits in parts.items() if bits)})"
 
 
 UNQUANTISED = Bits(code=32)
 
 
-def weight_cost(bits: int, group_size: int) -> Bits:
-    """Of a weight in a group that has one scale."""
-    return UNQUANTISED if bits >= FULL_PRECISION else Bits(code=stored_bits(bits), scale=SCALE_BITS / group_size)
+def weight_cost(bits: int, group_size: int, has_zero_point: bool = False) -> Bits:
+    """Of a weight in a group that has one scale, and may have a zero point of as many bits as a code."""
+    if bits >= FULL_PRECISION:
+        return UNQUANTISED
+    code = stored_bits(bits)
+    return Bits(code=code, scale=SCALE_BITS / group_size, zero_point=code / group_size if has_zero_point else 0.0)
 
 
 def activation_cost(activation: str, bits: int, channels: int) -> Bits:
@@ -52,14 +56,24 @@ def activation_cost(activation: str, bits: int, channels: int) -> Bits:
     return Bits(code=bits, flag=FLAG_BITS[activation], scale=SCALE_BITS / channels)
 
 
+def costs_of_weights(model: Any, scheme: Scheme) -> dict[str, Bits]:
+    """Linear of the decoder layers ('model.layers.3.mlp.down_proj') -> what a weight of it costs."""
+    return {
+        f"model.{name}": weight_cost(bits, scheme.group_size, scheme.has_zero_points(bits))
+        for name, bits in bits_of_weights(model, scheme).items()
+    }
+
+
+def mean_over_weights(model: Any, costs: dict[str, Bits]) -> Bits:
+    """Over all weights of the decoder's linear layers; those of a layer without a cost count with 32 bits."""
+    modules: Any = decoder_layers(model).named_modules()
+    linears = {f"model.layers.{name}": m for name, m in modules if hasattr(m, "in_features")}
+    return _mean((m.in_features * m.out_features, costs.get(name, UNQUANTISED)) for name, m in linears.items())
+
+
 def cost_of_weights(model: Any, scheme: Scheme) -> Bits:
-    """Mean over the weights of the decoder's linear layers, those in full precision at 32 bits."""
-    layers = decoder_layers(model)
-    counted = []
-    for name, bits in bits_of_weights(model, scheme).items():
-        linear: Any = layers.get_submodule(name.removeprefix("layers."))
-        counted.append((linear.in_features * linear.out_features, weight_cost(bits, scheme.group_size)))
-    return _mean(counted)
+    """Mean over the weights of the decoder's linear layers."""
+    return mean_over_weights(model, costs_of_weights(model, scheme))
 
 
 def cost_of_activations(model: Any, scheme: Scheme) -> Bits:
@@ -76,11 +90,8 @@ def _mean(counted: Iterable[tuple[int, Bits]]) -> Bits:
     """Of (values, bits of each)."""
     counted = list(counted)
     values = sum(n for n, _ in counted)
-    return Bits(
-        code=sum(n * bits.code for n, bits in counted) / values,
-        flag=sum(n * bits.flag for n, bits in counted) / values,
-        scale=sum(n * bits.scale for n, bits in counted) / values,
-    )
+    shares = {f.name: sum(n * getattr(bits, f.name) for n, bits in counted) / values for f in fields(Bits)}
+    return Bits(**shares)
 
 
 def _input_width(module: Any) -> int:

@@ -12,15 +12,18 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from .layer_bits import FULL_PRECISION, SITES, bits_of, concern_sites, parsed, require_used
+from .layer_bits import FULL_PRECISION, SITES, TERNARY, bits_of, concern_sites, parsed, require_used
 from .policies import PositionTable
-from .quantizers import QUANTIZERS, check_group_size, fake_quantize_weight
+from .quantizers import QUANTIZERS, check_group_size, fake_quantize_weight, require_grid, zero_points
+
+FIRST_FIELDS = ("weight_bits", "group_size", "activation_bits", "activation")
+"""Of a scheme; the others came later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,8 @@ class Scheme:
     activation: str = "dual"
     exceptions: tuple[str, ...] = ()
     """Layers and sites of other bits, as layer_bits.py reads them."""
+    zero_points: bool = False
+    """Whether a group of weights has a zero point, so that its grid spans its smallest to its largest weight."""
 
     def __post_init__(self) -> None:
         if self.activation not in QUANTIZERS:
@@ -49,13 +54,18 @@ class Scheme:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """The scheme that `as_json` described."""
+        """The scheme that `as_json` described. ValueError for a field that this version does not have."""
+        if unknown := sorted(values.keys() - {field.name for field in fields(cls)}):
+            raise ValueError(f"scheme: {unknown[0]!r} is not known here, another version of reflux wrote it")
         return cls(**{**values, "exceptions": tuple(values.get("exceptions", ()))})
 
     def as_json(self) -> dict[str, Any]:
-        """What is stored and digested; without exceptions it is what it was before there were any."""
+        """What is stored and digested: the first fields, and of those that came later what is not their default, so
+        that schemes from before them keep their digests.
+        """
+        unset = {f.name for f in fields(self) if f.name not in FIRST_FIELDS and getattr(self, f.name) == f.default}
         values = {**asdict(self), "exceptions": list(self.exceptions)}
-        return values if self.exceptions else {name: values[name] for name in values if name != "exceptions"}
+        return {name: value for name, value in values.items() if name not in unset}
 
     @property
     def quantizes_activations(self) -> bool:
@@ -68,6 +78,10 @@ class Scheme:
         if concern_sites(exceptions):
             exceptions = (*exceptions, *(f"{site}={FULL_PRECISION}" for site in SITES))
         return replace(self, activation_bits=FULL_PRECISION, exceptions=exceptions)
+
+    def has_zero_points(self, bits: int) -> bool:
+        """Whether weights of so many bits have them: a ternary grid is symmetric in any scheme."""
+        return self.zero_points and bits != TERNARY
 
     @property
     def needs_policy(self) -> bool:
@@ -84,11 +98,11 @@ class LowBitLinear(nn.Module):
     trained. `adapter`, if there is one, is asked for what it adds to the weight before that is rounded.
     """
 
-    def __init__(self, linear: nn.Linear, bits: int, group_size: int) -> None:
+    def __init__(self, linear: nn.Linear, bits: int, group_size: int, has_zero_points: bool) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bits, self.group_size = bits, group_size
+        self.bits, self.group_size, self.has_zero_points = bits, group_size, has_zero_points
         groups = (linear.out_features, linear.in_features // group_size)
         self.log_clip_OG = nn.Parameter(torch.zeros(groups, dtype=self.weight.dtype, device=self.weight.device))
         self.frozen_OI: torch.Tensor | None = None
@@ -99,7 +113,9 @@ class LowBitLinear(nn.Module):
         return self.weight if self.adapter is None else self.weight + self.adapter.delta()
 
     def rounded(self) -> torch.Tensor:
-        return fake_quantize_weight(self.latent(), self.bits, self.group_size, self.log_clip_OG)
+        latent_OI = self.latent()
+        zero_OG = zero_points(latent_OI.detach(), self.bits, self.group_size) if self.has_zero_points else None
+        return fake_quantize_weight(latent_OI, self.bits, self.group_size, self.log_clip_OG, zero_OG)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.rounded() if self.frozen_OI is None else self.frozen_OI, self.bias)
@@ -153,7 +169,7 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
     the model. `on_the_grid`: its weights are rounded already, and only activations are.
 
     ValueError, and an unchanged model, if the scheme needs a policy and has none, the policy does not know a site of
-    the model, a layer does not divide into groups or has weights that are not finite, or an exception fits no layer.
+    the model, a layer does not divide into groups or has weights that no grid holds, or an exception fits no layer.
     """
     layers, of_sites = decoder_layers(model), bits_of_sites(model, scheme)
     require_fitting(model, scheme)
@@ -166,10 +182,10 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
         rounded = {name: bits for name, bits in bits_of_weights(model, scheme).items() if bits < FULL_PRECISION}
         linears: dict[str, Any] = {name: layers.get_submodule(name.removeprefix("layers.")) for name in rounded}
         for name, linear in linears.items():
-            if not linear.weight.isfinite().all():
-                raise ValueError(f"{name}: has weights that are not finite, which no grid holds")
+            require_grid(linear.weight, rounded[name], scheme.group_size, name, scheme.has_zero_points(rounded[name]))
         for name, linear in linears.items():
-            layers.set_submodule(name.removeprefix("layers."), LowBitLinear(linear, rounded[name], scheme.group_size))
+            low_bit = LowBitLinear(linear, rounded[name], scheme.group_size, scheme.has_zero_points(rounded[name]))
+            layers.set_submodule(name.removeprefix("layers."), low_bit)
     model.policy, model.rounds_activations = policy, True
     if scheme.quantizes_activations:
         model.model.register_forward_pre_hook(look_up_scales(policy), with_kwargs=True)

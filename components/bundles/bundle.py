@@ -2,7 +2,7 @@
 
     config.json, tokenizer…   the base model's own, with compressed-tensors' quantization_config
     generation_config.json    the base model's own: how it samples, and the tokens that end an answer
-    model.safetensors         packed codes and scales of every decoder linear (pack-quantized); the rest as it was
+    model.safetensors         every decoder linear packed (packed_linear.py); the rest as it was
     quant_config.json         the whole quantiser: scheme, per linear and per activation site
     policy_table.bin          the position table (policy_table.py)
     runtime/                  these very modules, so that calibrate.py and fallback.py need no installed reflux
@@ -10,7 +10,7 @@
 A bundle holds the *deployed* weights: they are on the grid and are never rounded again. Master weights ("latent") are
 refused here, since taking one for the other fails silently. Nothing in a bundle executes on load.
 
-Shapes: O outputs, I inputs, G groups, C codes of a group, W packed words.
+Shapes: O outputs, I inputs, G groups.
 """
 
 from __future__ import annotations
@@ -22,54 +22,17 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from reflux.components.algorithms.cpu_kernels import CodedWeight
 from reflux.components.algorithms.layer_bits import FULL_PRECISION, TERNARY, stored_bits
 from reflux.components.algorithms.low_bit import Scheme, apply_scheme, bits_of_sites, bits_of_weights, decoder_layers
-from reflux.components.algorithms.quantizers import weight_codes, weight_values
+from reflux.components.algorithms.quantizers import weight_codes, weight_values, zero_points
 from reflux.components.bundles import policy_table
 from reflux.components.bundles.bundle_digests import require_intact
+from reflux.components.bundles.packed_linear import BESIDE, PACKED, coded_linear, packed_linear
 
 FORMAT = "reflux-bundle/1"
-WORD_BITS = 32
-WORD_MASK = 2**32 - 1
-
-
-def pack(codes_OI: torch.Tensor, bits: int) -> torch.Tensor:
-    """[O, W] int32, W = ceil(I * bits / 32): compressed-tensors' pack_to_int32.
-
-    Codes are shifted by 2^(bits−1) to be unsigned and laid one after the other, the first in the lowest bits; where
-    `bits` does not divide 32, a code may begin in one word and end in the next.
-    """
-    rows, columns = codes_OI.shape
-    unsigned_OI = nn.functional.pad(codes_OI.to(torch.int64) + 2 ** (bits - 1), (0, -columns % WORD_BITS))
-    unsigned_OGC = unsigned_OI.reshape(rows, -1, WORD_BITS)  # 32 codes fill `bits` words
-    words_OGW = torch.zeros(*unsigned_OGC.shape[:2], bits, dtype=torch.int64)
-    for code, (word, shift) in enumerate(_places(bits)):
-        words_OGW[..., word] |= unsigned_OGC[..., code] << shift & WORD_MASK
-        if shift + bits > WORD_BITS:
-            words_OGW[..., word + 1] |= unsigned_OGC[..., code] >> (WORD_BITS - shift)
-    words_OW = words_OGW.reshape(rows, -1)[:, : -(-columns * bits // WORD_BITS)]
-    return torch.where(words_OW >= 2**31, words_OW - 2**32, words_OW).to(torch.int32)
-
-
-def unpack(words_OW: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """[O, I] int8 codes of `pack`."""
-    words_OW = nn.functional.pad(words_OW.to(torch.int64) & WORD_MASK, (0, -words_OW.shape[1] % bits))
-    words_OGW = words_OW.reshape(len(words_OW), -1, bits)
-    unsigned_OGC = torch.empty(*words_OGW.shape[:2], WORD_BITS, dtype=torch.int64)
-    for code, (word, shift) in enumerate(_places(bits)):
-        unsigned_OGC[..., code] = words_OGW[..., word] >> shift
-        if shift + bits > WORD_BITS:
-            unsigned_OGC[..., code] |= words_OGW[..., word + 1] << (WORD_BITS - shift)
-    unsigned_OI = unsigned_OGC.reshape(len(words_OW), -1)[:, :columns] & (2**bits - 1)
-    return (unsigned_OI - 2 ** (bits - 1)).to(torch.int8)
-
-
-def _places(bits: int) -> list[tuple[int, int]]:
-    """(word, shift) at which each of 32 codes begins."""
-    return [divmod(code * bits, WORD_BITS) for code in range(WORD_BITS)]
 
 
 def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
@@ -88,12 +51,14 @@ def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
         if stem not in linears:
             state[name] = value.clone()
             continue
-        clip_OG = trained[f"{stem}.log_clip_OG"]
-        codes_OI, scale_OG = weight_codes(value, linears[stem], scheme.group_size, clip_OG)
-        state[f"{stem}.weight_packed"] = pack(codes_OI, stored_bits(linears[stem]))
-        state[f"{stem}.weight_scale"] = scale_OG.to(torch.float16)
-        state[f"{stem}.weight_shape"] = torch.tensor(value.shape)
+        state |= packed_linear(stem, _coded(value, linears[stem], scheme, trained[f"{stem}.log_clip_OG"]))
     return state
+
+
+def _coded(weight_OI: torch.Tensor, bits: int, scheme: Scheme, clip_OG: torch.Tensor) -> CodedWeight:
+    zero_OG = zero_points(weight_OI, bits, scheme.group_size) if scheme.has_zero_points(bits) else None
+    codes_OI, scale_OG = weight_codes(weight_OI, bits, scheme.group_size, clip_OG, zero_OG)
+    return CodedWeight(bits=bits, codes_OI=codes_OI, scale_OG=scale_OG, zero_OG=zero_OG)
 
 
 def held_elsewhere(name: str) -> bool:
@@ -112,16 +77,20 @@ def quantized_bits(model: Any, scheme: Scheme) -> dict[str, int]:
 
 def compressed_tensors_config(model: Any, scheme: Scheme) -> dict[str, Any]:
     """quantization_config of config.json: what compressed-tensors can say of the scheme, which is the weights. A group
-    per bit width: the scheme's own is that of every Linear, others name their layers; those in full precision are
-    ignored. ValueError if no weight is low-bit.
+    for each width, with and without zero points: the scheme's own is that of every Linear, others name their layers;
+    those in full precision are ignored. ValueError if no weight is low-bit.
     """
-    of_linear = {name: stored_bits(bits) for name, bits in quantized_bits(model, scheme).items()}
+    of_linear = {
+        name: (stored_bits(bits), not scheme.has_zero_points(bits))
+        for name, bits in quantized_bits(model, scheme).items()
+    }
     if not of_linear:
         raise ValueError("compressed-tensors: no weight of the model is low-bit")
-    targets = {scheme.weight_bits: ["Linear"]} if scheme.weight_bits in of_linear.values() else {}
-    for name, bits in of_linear.items():
-        if bits != scheme.weight_bits:
-            targets.setdefault(bits, []).append(name)
+    own = (scheme.weight_bits, not scheme.zero_points)
+    targets = {own: ["Linear"]} if own in of_linear.values() else {}
+    for name, kind in of_linear.items():
+        if kind != own:
+            targets.setdefault(kind, []).append(name)
     every = quantized_bits(model, Scheme(weight_bits=2))
     return {
         "quant_method": "compressed-tensors",
@@ -129,19 +98,19 @@ def compressed_tensors_config(model: Any, scheme: Scheme) -> dict[str, Any]:
         "quantization_status": "compressed",
         "ignore": ["lm_head", *(name for name in every if name not in of_linear)],
         "config_groups": {
-            f"group_{index}": {"targets": targets[bits], "weights": _group(bits, scheme.group_size)}
-            for index, bits in enumerate(targets)
+            f"group_{index}": {"targets": names, "weights": _group(*kind, scheme.group_size)}
+            for index, (kind, names) in enumerate(targets.items())
         },
     }
 
 
-def _group(bits: int, group_size: int) -> dict[str, Any]:
+def _group(bits: int, symmetric: bool, group_size: int) -> dict[str, Any]:
     return {
         "num_bits": bits,
         "type": "int",
         "strategy": "group",
         "group_size": group_size,
-        "symmetric": True,
+        "symmetric": symmetric,
         "dynamic": False,
     }
 
@@ -155,7 +124,7 @@ def quant_config(model: Any, scheme: Scheme, thresholds: dict[str, float], fallb
             "bits": stored_bits(bits),
             "codes": "ternary" if bits == TERNARY else "integer",
             "group_size": scheme.group_size,
-            "zero_point": 0,
+            "zero_point": f"{name}.weight_zero_point" if scheme.has_zero_points(bits) else 0,
             "scale": f"{name}.weight_scale",
         }
         for name, bits in quantized_bits(model, scheme).items()
@@ -227,7 +196,7 @@ def load_bundle(folder: Path) -> Any:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         if (file.metadata() or {}).get("checkpoint") == "latent":
             raise ValueError(f"{folder}/model.safetensors: holds latent master weights, not deployed ones")
-        state = dict(dequantized(file, {name: entry["bits"] for name, entry in weights.items()}))
+        state = dict(dequantized(file, weights))
     if missing != state.keys():
         raise ValueError(
             f"{folder}/model.safetensors: does not fit config.json; differing: {sorted(missing ^ state.keys())[:3]}"
@@ -240,13 +209,16 @@ def load_bundle(folder: Path) -> Any:
     return apply_scheme(model, scheme, policy, on_the_grid=True).eval().requires_grad_(False)
 
 
-def dequantized(file: Any, bits: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of every parameter in model.safetensors; `bits` of the packed ones are by linear layer."""
+def dequantized(file: Any, described: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of every parameter in model.safetensors. `described` are the weights of quant_config.json, by
+    linear layer; ValueError for a packed one that is not among them.
+    """
     for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
-        if name.endswith(".weight_packed"):
-            stem = name.removesuffix(".weight_packed")
-            columns = file.get_tensor(f"{stem}.weight_shape")[1].item()
-            codes_OI = unpack(file.get_tensor(name), bits[stem], columns)
-            yield f"{stem}.weight", weight_values(codes_OI, file.get_tensor(f"{stem}.weight_scale").float())
-        elif not name.endswith((".weight_scale", ".weight_shape")):
+        if name.endswith(PACKED):
+            stem = name.removesuffix(PACKED)
+            if stem not in described:
+                raise ValueError(f"quant_config.json: {stem} is packed in model.safetensors and not described")
+            coded = coded_linear(file, stem, described[stem])
+            yield f"{stem}.weight", weight_values(coded.codes_OI, coded.scale_OG, coded.zero_OG)
+        elif not name.endswith(BESIDE):
             yield name, file.get_tensor(name)

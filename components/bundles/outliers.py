@@ -45,7 +45,7 @@ def counting_outliers(model: Any, thresholds: dict[str, float]) -> Iterator[Outl
             return
         largest_BT = x_BTD.abs().amax(-1)
         count.seen += largest_BT.numel()
-        count.beyond += int((largest_BT > thresholds[site]).sum())
+        count.beyond += int((~(largest_BT <= thresholds[site])).sum())  # NaN is beyond as well
 
     with watching_sites(model, see):
         yield count

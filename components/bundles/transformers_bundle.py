@@ -25,14 +25,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from reflux.components.algorithms.cpu_kernels import (
     INT4_BITS,
     INT4_GROUPS,
-    CodedWeight,
     use_int4_kernels,
     use_integer_kernels,
 )
 from reflux.components.algorithms.low_bit import apply_scheme
 from reflux.components.bundles import policy_table
-from reflux.components.bundles.bundle import dequantized, read_quant_config, read_scheme, unpack
+from reflux.components.bundles.bundle import dequantized, read_quant_config, read_scheme
 from reflux.components.bundles.bundle_digests import require_intact
+from reflux.components.bundles.packed_linear import coded_linear
 
 METHOD = "reflux"
 FORWARDS = ("simulated", "deployed")
@@ -58,10 +58,6 @@ def require_kernels(folder: Path) -> None:
     config, scheme = read_quant_config(folder), read_scheme(folder)
     if not config["weights"]:
         raise ValueError(f"{folder}: its weights are in full precision, which no low-bit kernel multiplies")
-    if any(entry["zero_point"] != 0 for entry in config["weights"].values()):
-        raise ValueError(
-            f"{folder}: its weights have zero points, and the low-bit kernels multiply symmetric codes alone"
-        )
     bits = max(entry["bits"] for entry in config["weights"].values())
     if not scheme.quantizes_activations and (bits > INT4_BITS or scheme.group_size not in INT4_GROUPS):
         raise ValueError(
@@ -114,8 +110,7 @@ class BundleQuantizer(HfQuantizer):
 
 def _simulated(model: Any, folder: Path, file: Any) -> Any:
     scheme = read_scheme(folder)
-    bits = {name: entry["bits"] for name, entry in read_quant_config(folder)["weights"].items()}
-    for name, value in dequantized(file, bits):
+    for name, value in dequantized(file, read_quant_config(folder)["weights"]):
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, nn.Linear) and module.weight is None:
             module.weight = nn.Parameter(value.to(model.dtype), requires_grad=False)
@@ -125,19 +120,11 @@ def _simulated(model: Any, folder: Path, file: Any) -> Any:
 def _deployed(model: Any, folder: Path, file: Any) -> Any:
     require_kernels(folder)
     config, scheme = read_quant_config(folder), read_scheme(folder)
-    weights = {name: _coded(file, name, entry) for name, entry in config["weights"].items()}
+    weights = {name: coded_linear(file, name, entry) for name, entry in config["weights"].items()}
     if not scheme.quantizes_activations:
         return use_int4_kernels(model, weights, model.dtype)
     site_bits = {site: entry["bits"] for site, entry in config["activations"].items()}
     return use_integer_kernels(model, weights, site_bits, scheme.activation, _policy(folder))
-
-
-def _coded(file: Any, name: str, entry: dict[str, Any]) -> CodedWeight:
-    columns = file.get_tensor(f"{name}.weight_shape")[1].item()
-    codes_OI = unpack(file.get_tensor(f"{name}.weight_packed"), entry["bits"], columns)
-    return CodedWeight(
-        bits=entry["bits"], codes_OI=codes_OI, scale_OG=file.get_tensor(f"{name}.weight_scale").to(torch.float32)
-    )
 
 
 def _policy(folder: Path) -> Any:

@@ -60,7 +60,8 @@ def model_card(name: str, model: Any, scheme: Scheme, parents: dict[str, str]) -
     of_weights, of_activations = cost_of_weights(model, scheme), cost_of_activations(model, scheme)
     if of_weights != UNQUANTISED:
         weights = (
-            f"{scheme.weight_bits} bits, symmetric, groups of {scheme.group_size}: "
+            f"{scheme.weight_bits} bits, {'zero points' if scheme.zero_points else 'symmetric'}, groups of "
+            f"{scheme.group_size}: "
             f"effective bits per weight {of_weights}"
         )
     if of_activations != UNQUANTISED:

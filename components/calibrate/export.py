@@ -23,6 +23,7 @@ RUNTIME = (
     "components/bundles/bundle.py",
     "components/bundles/bundle_digests.py",
     "components/bundles/outliers.py",
+    "components/bundles/packed_linear.py",
     "components/bundles/policy_table.py",
     "components/bundles/transformers_bundle.py",
     "components/algorithms/__init__.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from reflux.components import models, progress
 from reflux.components.algorithms.layer_bits import FULL_PRECISION
 from reflux.components.algorithms.low_bit import (
+    LowBitLinear,
     Scheme,
     apply_scheme,
     bits_of_sites,
@@ -20,6 +22,9 @@ from reflux.components.algorithms.low_bit import (
     frozen_weights,
     watching_sites,
 )
+from reflux.components.algorithms.not_finite import require_finite
+from reflux.components.algorithms.output_head import final_hidden_states
+from reflux.components.algorithms.quantizers import require_grid
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundles import latent, policy_table
 from reflux.components.bundles.bundle import load_bundle, quantized_bits
@@ -61,7 +66,7 @@ def run(
             (ours - theirs).abs().max().item()
             for ours, theirs in zip(trained_logprobs, _logprobs(exported, sequences, "exported bundle"), strict=True)
         )
-        if difference > config.tolerance:
+        if not difference <= config.tolerance:  # NaN is no agreement
             raise ValueError(
                 f"calibrate: the exported model differs from the trained one by {difference:.2g} nats, allowed is "
                 f"{config.tolerance:.2g} (calibrate.tolerance)"
@@ -70,14 +75,26 @@ def run(
         for path in files:
             bundle.write_file(path.relative_to(folder).as_posix(), path)
         size = sum(path.stat().st_size for path in files)
-    return {"export_difference_nats": difference, "bundle_bytes": float(size), "checked_traces": float(len(sequences))}
+    return {
+        "export_difference_nats": difference,
+        "bundle_bytes": float(size),
+        "checked_traces": float(len(sequences)),
+        "checked_tokens": float(sum(map(len, sequences.values()))),
+    }
 
 
-def _check_sequences(traces: Artifact, count: int) -> list[list[int]]:
+def _check_sequences(traces: Artifact, count: int) -> dict[str, list[int]]:
+    """Trace id -> token ids of the first training traces that predict anything. ValueError if there is none."""
     columns = ["trace_id", "split", "prompt_token_ids", "response_token_ids"]
     rows = [row for row in traces.table("traces", columns).to_pylist() if row["split"] == "train"]
-    rows = sorted(rows, key=lambda row: row["trace_id"])[:count]
-    return [row["prompt_token_ids"] + row["response_token_ids"] for row in rows]
+    token_ids = {row["trace_id"]: row["prompt_token_ids"] + row["response_token_ids"] for row in rows}
+    usable = {trace_id: ids for trace_id, ids in sorted(token_ids.items()) if len(ids) > 1}
+    if not usable:
+        raise ValueError(
+            "calibrate: the traces hold no training trace of two tokens or more, on which thresholds are calibrated "
+            "and the bundle is checked"
+        )
+    return dict([*usable.items()][:count])
 
 
 def _trained(student: Artifact, base_path: Path, scheme: Scheme, scratch: Path) -> Any:
@@ -87,24 +104,34 @@ def _trained(student: Artifact, base_path: Path, scheme: Scheme, scratch: Path) 
     file = scratch / latent.NAME
     student.download(latent.NAME, file)
     latent.load_latent(model, file, who="student", base=base_path.name)
+    for name, module in model.named_modules():
+        if isinstance(module, LowBitLinear):
+            require_grid(module.weight, module.bits, module.group_size, f"student: {name}", module.has_zero_points)
     return model
 
 
 @torch.no_grad()
-def _logprobs(model: Any, sequences: list[list[int]], phase: str) -> list[torch.Tensor]:
-    """Per sequence, [T] log-probabilities of its own next tokens. `phase` is what progress calls this pass."""
+def _logprobs(model: Any, sequences: dict[str, list[int]], phase: str) -> list[torch.Tensor]:
+    """Per sequence, [T] log-probabilities of its own next tokens. `phase` is what progress calls this pass. ValueError
+    that names the place where numbers stop being finite.
+    """
     results = []
-    for done, ids in enumerate(sequences):
+    for done, (trace_id, ids) in enumerate(sequences.items()):
         input_BT, mask_BT, position_BT = padded([ids], 0)
-        logits_TV = model(input_BT, attention_mask=mask_BT, position_ids=position_BT).logits[0, :-1].float()
-        results.append(logits_TV.log_softmax(-1).gather(-1, input_BT[0, 1:, None])[:, 0])
+        forward = partial(model, input_BT, attention_mask=mask_BT, position_ids=position_BT)
+        logits_TV = forward().logits[0, :-1].float()
+        logprobs_T = logits_TV.log_softmax(-1).gather(-1, input_BT[0, 1:, None])[:, 0]
+        require_finite(logprobs_T, f"calibrate: {phase}", [f"trace {trace_id}"], model, forward)
+        results.append(logprobs_T)
         progress.report(done + 1, len(sequences), "traces", phase)
     return results
 
 
 @torch.no_grad()
-def _outlier_thresholds(model: Any, scheme: Scheme, sequences: list[list[int]], quantile: float) -> dict[str, float]:
-    """Site that rounds -> quantile over tokens of the largest |x| that enters it."""
+def _outlier_thresholds(
+    model: Any, scheme: Scheme, sequences: dict[str, list[int]], quantile: float
+) -> dict[str, float]:
+    """Site that rounds -> quantile over tokens of the largest |x| that enters it. ValueError as in `_logprobs`."""
     rounding = {site for site, bits in bits_of_sites(model, scheme).items() if bits < FULL_PRECISION}
     if not rounding:
         return {}
@@ -115,9 +142,10 @@ def _outlier_thresholds(model: Any, scheme: Scheme, sequences: list[list[int]], 
             largest[site].append(x_BTD.abs().amax(-1).flatten())
 
     with watching_sites(model, see):
-        for done, ids in enumerate(sequences):
+        for done, (trace_id, ids) in enumerate(sequences.items()):
             input_BT, mask_BT, position_BT = padded([ids], 0)
-            model.model(input_BT, attention_mask=mask_BT, position_ids=position_BT)
+            forward = partial(final_hidden_states, model, input_BT, mask_BT, position_BT)
+            require_finite(forward(), "calibrate: outlier thresholds", [f"trace {trace_id}"], model, forward)
             progress.report(done + 1, len(sequences), "traces", "outlier thresholds")
     return {site: torch.cat(parts).quantile(quantile).item() for site, parts in largest.items()}
 

@@ -74,6 +74,10 @@ class DistillConfig:
     """Bits of every decoder weight, 2 to 8; 16 leaves weights alone."""
     group_size: int = 64
     """Input channels that share a weight scale; must divide every layer's width."""
+    weight_zero_points: bool = later(False)
+    """Whether a group also has a zero point, of as many bits as a weight: its grid spans the smallest to the largest
+    weight instead of being symmetric.
+    """
     activation_bits: int = 4
     """Bits of the activations that enter those layers, 2 to 8; 16 leaves them alone."""
     activation: str = choice("dual", ("dual", "plain"))

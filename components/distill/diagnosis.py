@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from reflux.components import models
+from reflux.components.algorithms.not_finite import watching_outputs
 
 from .config import DistillConfig
 from .objective import DistillationLoss
@@ -88,23 +88,13 @@ def _watching(student: Any, sequence: str, words: list[str], found: Found) -> It
         position = int((~value_BTD[0].isfinite().all(-1)).nonzero()[0])
         notes.append(f"{where}, {sequence}, token {position} {words[position]}")
 
-    def hook(name: str) -> Any:
-        def forward(module: nn.Module, args: tuple, output: Any) -> None:
-            value = output[0] if isinstance(output, tuple) else output
-            if not isinstance(value, torch.Tensor) or value.ndim != 3:
-                return
-            note("activations", f"output of {name}", value.detach())
-            if value.requires_grad:
-                value.register_hook(lambda grad: note("gradients", f"gradient at the output of {name}", grad))
+    def see(name: str, value_BTD: torch.Tensor) -> None:
+        note("activations", f"output of {name}", value_BTD.detach())
+        if value_BTD.requires_grad:
+            value_BTD.register_hook(lambda grad: note("gradients", f"gradient at the output of {name}", grad))
 
-        return forward
-
-    handles = [module.register_forward_hook(hook(name)) for name, module in student.named_modules() if name]
-    try:
+    with watching_outputs(student, see):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _finite(value: torch.Tensor) -> bool:

@@ -31,6 +31,7 @@ def scheme_of(config: DistillConfig) -> Scheme:
     scheme = Scheme(
         weight_bits=config.weight_bits,
         group_size=config.group_size,
+        zero_points=config.weight_zero_points,
         activation_bits=config.activation_bits,
         activation=config.activation,
         exceptions=tuple(config.exceptions),

@@ -7,13 +7,17 @@ is none: what is left takes less time than writing one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Several
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from reflux.components import processes, progress
+from reflux.components.algorithms.low_bit import frozen_weights
+from reflux.components.algorithms.not_finite import first_not_finite
 from reflux.components.algorithms.schedules import phase_at
 from reflux.components.artifacts import Writer
 
@@ -71,9 +75,20 @@ def _report(done: int, total: int, note: str) -> None:
 
 
 def kept(error: NotFiniteError, trainer: Trainer, student: Writer, folder: Path) -> FloatingPointError:
-    """Keep what was not finite; the error that says how to look at it."""
+    """Keep what was not finite; the error that says where it began and how to look at it."""
     place = replay.keep(student, trainer, error.sequences, str(error), folder)
-    return FloatingPointError(f"{error}. It is kept: reflux replay {place}")
+    return FloatingPointError(f"{error}{_began(trainer, error.sequences)}. It is kept: reflux replay {place}")
+
+
+def _began(trainer: Trainer, sequences: Several[Sequence]) -> str:
+    """Where the forward of student or teacher stops being finite, as the end of a sentence; "" if it never does."""
+    for who, scored in {"student": trainer.loss.student, "teacher": trainer.loss.teacher}.items():
+        with parallel.whole(trainer.student), frozen_weights(scored.model):
+            for number, sequence in enumerate(sequences):
+                place = first_not_finite(scored.model, partial(scored.hidden, [sequence]))
+                if place is not None:
+                    return f"; it begins in {place.module} of the {who}, sequence {number}, position {place.position}"
+    return ""
 
 
 def validated(

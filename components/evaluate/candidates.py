@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from reflux.components.algorithms.effective_bits import Bits, costs_of_weights
 from reflux.components.algorithms.low_bit import FULL_PRECISION, Scheme, apply_scheme
 from reflux.components.algorithms.policies import PositionTable
 from reflux.components.bundles.bundle import load_bundle, read_scheme
-from reflux.components.bundles.stored_scheme import stored_scheme
+from reflux.components.bundles.stored_scheme import StoredWeights, stored_weights
 from reflux.components.bundles.transformers_bundle import load_deployed, require_kernels
 from reflux.components.models import load_model
 
@@ -29,11 +30,23 @@ class Candidate:
     """One of row.ROLES."""
     scheme: Scheme
     load: Callable[[], Any]
+    stored: StoredWeights | None = None
+    """Of somebody else's checkpoint, whose weights no scheme of ours describes."""
 
     @property
     def latency_of(self) -> str:
         """Where low-bit arithmetic is imitated in floating point, its time is not that of a deployed kernel."""
-        return "deployed" if self.scheme == UNQUANTISED or self.on_kernels else "simulated"
+        unquantised = self.scheme == UNQUANTISED and self.stored is None
+        return "deployed" if unquantised or self.on_kernels else "simulated"
+
+    @property
+    def digest(self) -> str:
+        """Of the quantiser."""
+        return self.scheme.digest() if self.stored is None else self.stored.digest
+
+    def costs_of_weights(self, model: Any) -> dict[str, Bits]:
+        """Linear layer -> what a weight of it costs, where that is less than full precision or the decoder's."""
+        return costs_of_weights(model, self.scheme) if self.stored is None else self.stored.costs
 
     @property
     def on_kernels(self) -> bool:
@@ -84,7 +97,11 @@ def given(path: Path, base: Path) -> list[Candidate]:
     """
     full = Candidate(name="fp32", role="full", scheme=UNQUANTISED, load=partial(load_model, base))
     if not (path / "quant_config.json").is_file():
-        return [full, Candidate(name="given", role="given", scheme=stored_scheme(path), load=partial(load_model, path))]
+        load_path = partial(load_model, path)
+        return [
+            full,
+            Candidate(name="given", role="given", scheme=UNQUANTISED, load=load_path, stored=stored_weights(path)),
+        ]
     scheme = read_scheme(path)
     bits = f"w{scheme.weight_bits}a{scheme.activation_bits}"
     weights_only = scheme.weights_only()

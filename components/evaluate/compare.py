@@ -6,7 +6,7 @@ import gc
 from typing import Any
 
 from reflux.components import progress
-from reflux.components.algorithms.effective_bits import cost_of_activations, cost_of_weights
+from reflux.components.algorithms.effective_bits import cost_of_activations, mean_over_weights
 from reflux.components.algorithms.low_bit import frozen_weights
 from reflux.components.algorithms.output_head import output_head
 
@@ -37,7 +37,7 @@ def compare(
         progress.report(index, len(candidates), "schemes", candidate.name)
         model = candidate.load()
         with frozen_weights(model):
-            own = decisions(model, output_head(model), held)
+            own = decisions(model, output_head(model), held, who=f"evaluate: {candidate.name}")
             teacher = teacher or own
             full = own if candidate.role == "full" else full
             rows.append(_row(config, candidate, model, tokenizer, text, heldout, held, own, teacher, full))
@@ -59,19 +59,20 @@ def _row(
     teacher: Decisions,
     full: Decisions | None,
 ) -> Row:
+    costs = candidate.costs_of_weights(model)
     return Row(
         scheme=candidate.name,
         role=candidate.role,
-        text_nats=text_nats(model, own.head, text.window_WT, len(tokenizer)),
+        text_nats=text_nats(model, own.head, text.window_WT, len(tokenizer), who=f"evaluate: {candidate.name}"),
         text_tokens=text.scored_tokens,
         traces=trace_scores(held, own, teacher, len(tokenizer)),
         layer_errors=[] if full is None else layer_errors(own, full),
         generations=generate(model, tokenizer, heldout[: config.generations], config.generation_tokens),
         decode_ms=decode_times_ms(model, tokenizer, heldout[0].prompt_token_ids, config.latency_tokens),
         latency_of=candidate.latency_of,
-        memory_bytes=held_bytes(model) if candidate.on_kernels else deployed_bytes(model, candidate.scheme),
-        effective_bits=cost_of_weights(model, candidate.scheme).total,
+        memory_bytes=held_bytes(model) if candidate.on_kernels else deployed_bytes(model, costs, candidate.scheme),
+        effective_bits=mean_over_weights(model, costs).total,
         effective_bits_activation=cost_of_activations(model, candidate.scheme).total,
-        quantizer_digest=candidate.scheme.digest(),
+        quantizer_digest=candidate.digest,
         position_errors=[] if full is None or candidate.scheme.rotates else position_errors(own, full, held),
     )

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from reflux.components.algorithms.effective_bits import weight_cost
+from reflux.components.algorithms.effective_bits import Bits
 from reflux.components.algorithms.low_bit import Scheme
-from reflux.components.bundles.bundle import held_elsewhere, quantized_bits
+from reflux.components.bundles.bundle import held_elsewhere
 
 TABLE_VALUE_BYTES = 4
 """The policy table is float32."""
 
 
-def deployed_bytes(model: Any, scheme: Scheme) -> int:
-    """Codes and scales of the quantised weights, everything else (embedding, norms, policy table) in full precision.
-
-    A tied embedding counts once.
+def deployed_bytes(model: Any, costs: dict[str, Bits], scheme: Scheme) -> int:
+    """The weights of linear layers at their `costs` by layer, everything else (embedding, norms, the scheme's policy
+    table) in full precision. A tied embedding counts once.
     """
-    of_linear = {f"{name}.weight": bits for name, bits in quantized_bits(model, scheme).items()}
-    cost = {name: weight_cost(bits, scheme.group_size).total for name, bits in of_linear.items()}
-    bits = sum(
-        p.numel() * cost.get(name, 8 * p.element_size())
-        for name, p in model.named_parameters()  # without repeats
-        if not held_elsewhere(name)
-    )
+    bits = 0.0
+    for name, cost in costs.items():
+        linear = model.get_submodule(name)
+        bits += linear.in_features * linear.out_features * cost.total
+    for name, p in model.named_parameters():  # without repeats
+        module, _, own = name.rpartition(".")
+        if not held_elsewhere(name) and not (module in costs and own.startswith("weight")):
+            bits += 8 * p.numel() * p.element_size()
     table = model.policy.scales().numel() * TABLE_VALUE_BYTES if scheme.needs_policy else 0
     return round(bits / 8) + table
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from reflux.components.algorithms.divergences import score_tokens
 from reflux.components.algorithms.draws import Sampling
 from reflux.components.algorithms.low_bit import decoder_layers
+from reflux.components.algorithms.not_finite import require_finite
 from reflux.components.algorithms.output_head import OutputHead, final_hidden_states
 from reflux.components.algorithms.rollouts import Request, rollout
 
@@ -50,26 +52,37 @@ class Decisions:
 
 
 @torch.no_grad()
-def text_nats(model: Any, head: OutputHead, window_WT: Tensor, vocab_size: int) -> list[float]:
-    """Summed nats of each window's tokens but the first."""
+def text_nats(
+    model: Any, head: OutputHead, window_WT: Tensor, vocab_size: int, *, who: str = "evaluate"
+) -> list[float]:
+    """Summed nats of each window's tokens but the first. ValueError of `who` that names the place where the model's
+    numbers stop being finite.
+    """
     nats = []
-    for window_T in window_WT:
+    for number, window_T in enumerate(window_WT):
         input_BT = window_T[None]
-        hidden_BTD = final_hidden_states(model, input_BT, torch.ones_like(input_BT), torch.arange(len(window_T))[None])
-        nll_N, _ = score_tokens(hidden_BTD[0, :-1], window_T[1:], head, vocab_size)
-        nats.append(float(nll_N.sum()))
+        forward = partial(
+            final_hidden_states, model, input_BT, torch.ones_like(input_BT), torch.arange(len(window_T))[None]
+        )
+        nll_N, _ = score_tokens(forward()[0, :-1], window_T[1:], head, vocab_size)
+        total = nll_N.sum()
+        require_finite(total, who, [f"window {number} of the text"], model, forward)
+        nats.append(float(total))
     return nats
 
 
 @torch.no_grad()
-def decisions(model: Any, head: OutputHead, batches: list[Batch]) -> Decisions:
-    """One forward over the held-out traces."""
+def decisions(model: Any, head: OutputHead, batches: list[Batch], *, who: str = "evaluate") -> Decisions:
+    """One forward over the held-out traces. ValueError as in `text_nats`."""
     hidden: list[Tensor] = []
     layers: list[Tensor] = []
     for index, batch in enumerate(batches):
+        forward = partial(final_hidden_states, model, batch.input_BT, batch.mask_BT, batch.position_BT)
         with _layer_outputs(model, batch.decision_BT, layers if index == 0 else None):
-            hidden_BTD = final_hidden_states(model, batch.input_BT, batch.mask_BT, batch.position_BT)
+            hidden_BTD = forward()
+        names = [f"trace {trace.trace_id}" for trace in batch.traces]
         hidden.append(hidden_BTD[batch.decision_BT])
+        require_finite(hidden[-1], who, names, model, forward, batch.mask_BT)
     return Decisions(head=head, hidden=hidden, layer_outputs=layers)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from reflux.components.declare import check_choices, choice, later, source
 
-STAGE_VERSION = "2"
+STAGE_VERSION = "3"
 
 POWER_PROFILES = ("general", "medical", "code", "edge")
 DEVICES = ("cpu", "cuda")

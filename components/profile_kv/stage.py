@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -9,6 +11,7 @@ import torch
 
 from reflux.components import models, profile_schemas, progress
 from reflux.components.algorithms.low_bit import decoder_layers, site_modules, watching_sites
+from reflux.components.algorithms.not_finite import require_finite
 from reflux.components.algorithms.rollouts import cache_argument
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundles import policy_table
@@ -47,7 +50,7 @@ def run(config: ProfileKvConfig, *, traces: Artifact, profile: Writer) -> dict[s
     tables = {"activations": activation_rows(watch, policy, config.activation_bits), "k_norms": norms.rows()}
     tables["layers"] = layer_rows(tables["activations"], tables["k_norms"])
     tables["power_features"] = feature_rows(rows, features)
-    metrics = _summary(tables)
+    metrics = _summary(tables) | {"template_share": template_share(rows)}
 
     costs = _costs(model.to(config.cost_device), rows, config)
     tables["kv_cost"], tables["kv_cost_buckets"] = cost_rows(costs), bucket_rows(costs)
@@ -77,6 +80,7 @@ def _forwards(
 ) -> tuple[ActivationWatch, KNorms, list[torch.Tensor]]:
     """Read every sequence once; the last are each one's [N, 2] features of compute power."""
     sequences = [_token_ids(row) for row in rows]
+    names = [f"trace {row['trace_id']}" for row in rows]
     watch = ActivationWatch(config.sample_tokens, len(sequences), config.seed)
     norms = KNorms(len(decoder_layers(model)), max(map(len, sequences)))
     power_watch, features = PowerWatch(model, config.power_attention_layers), []
@@ -84,7 +88,9 @@ def _forwards(
         for done, batch in enumerate(batched(sequences, config.batch_traces)):
             input_BT, mask_BT, position_BT = padded(batch, tokenizer.pad_token_id or 0)
             watch.begin(mask_BT)
-            output = model.model(input_BT, attention_mask=mask_BT, position_ids=position_BT, use_cache=True)
+            forward = partial(model.model, input_BT, attention_mask=mask_BT, position_ids=position_BT, use_cache=True)
+            output, own = forward(), names[done * config.batch_traces :][: len(batch)]
+            require_finite(output.last_hidden_state[mask_BT.bool()], "profile_kv", own, model, forward, mask_BT)
             norms.update(getattr(output, cache_argument(model)), mask_BT)
             features += [of_T2[: len(ids)] for of_T2, ids in zip(power_watch.features(), batch, strict=True)]
             progress.report(min((done + 1) * config.batch_traces, len(sequences)), len(sequences), "traces")
@@ -92,8 +98,10 @@ def _forwards(
 
 
 def _training_rows(traces: Artifact, config: ProfileKvConfig) -> Rows:
-    """The first by trace_id, cut to the tokens that are profiled."""
+    """The first by trace_id, cut to the tokens that are profiled. ValueError if there is none."""
     rows = [row for row in traces.table("traces", COLUMNS).to_pylist() if row["split"] == "train"]
+    if not rows:
+        raise ValueError("profile_kv: the traces hold no training trace, and nothing else may be profiled")
     rows = sorted(rows, key=lambda row: row["trace_id"])[: config.profiled_traces]
     for row in rows:
         row["prompt_token_ids"] = row["prompt_token_ids"][: config.max_sequence_tokens]
@@ -115,6 +123,24 @@ def _costs(model: Any, rows: Rows, config: ProfileKvConfig) -> list[DecodeCost]:
 
 def _token_ids(row: dict[str, Any]) -> list[int]:
     return row["prompt_token_ids"] + row["response_token_ids"]
+
+
+def template_share(rows: Rows) -> float:
+    """Share of the profiled tokens that every prompt has in common, at its beginning or end: the chat template's. 0 for
+    fewer than two prompts.
+    """
+    prompts = {tuple(row["prompt_token_ids"]) for row in rows}
+    if len(prompts) < 2:
+        return 0.0
+    first = _in_common(prompts)
+    last = _in_common([prompt[first:][::-1] for prompt in prompts])
+    return (first + last) * len(rows) / sum(len(_token_ids(row)) for row in rows)
+
+
+def _in_common(prompts: Collection[tuple[int, ...]]) -> int:
+    """How many of their first tokens are the same."""
+    places = enumerate(zip(*prompts, strict=False))
+    return next((place for place, ids in places if len(set(ids)) > 1), min(map(len, prompts)))
 
 
 def _notes(config: ProfileKvConfig) -> dict[str, str]:

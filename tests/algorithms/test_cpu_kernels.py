@@ -16,13 +16,16 @@ from reflux.components.algorithms.cpu_kernels import (
     coded_rows,
 )
 from reflux.components.algorithms.layer_bits import TERNARY
-from reflux.components.algorithms.quantizers import QUANTIZERS, weight_codes, weight_values
+from reflux.components.algorithms.quantizers import QUANTIZERS, weight_codes, weight_values, zero_points
 
 
-def coded(bits: int, group_size: int, outputs: int = 32, inputs: int = 192) -> CodedWeight:
+def coded(
+    bits: int, group_size: int, outputs: int = 32, inputs: int = 192, *, has_zero_points: bool = False
+) -> CodedWeight:
     weight_OI = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(bits))
-    codes_OI, scale_OG = weight_codes(weight_OI, bits, group_size)
-    return CodedWeight(bits=bits, codes_OI=codes_OI, scale_OG=scale_OG)
+    zero_OG = zero_points(weight_OI.add_(0.5), bits, group_size) if has_zero_points else None
+    codes_OI, scale_OG = weight_codes(weight_OI, bits, group_size, zero_OG=zero_OG)
+    return CodedWeight(bits=bits, codes_OI=codes_OI, scale_OG=scale_OG, zero_OG=zero_OG)
 
 
 def activations(tokens: int, inputs: int = 192) -> tuple[Tensor, Tensor]:
@@ -34,20 +37,26 @@ def activations(tokens: int, inputs: int = 192) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("activation", ["plain", "dual"])
-@pytest.mark.parametrize(("weight_bits", "bits"), [(4, 4), (4, 8), (8, 8), (2, 4), (8, 4), (TERNARY, 8)])
+@pytest.mark.parametrize(
+    ("weight_bits", "has_zero_points", "bits"),
+    [(4, False, 4), (4, False, 8), (8, False, 8), (2, False, 4), (8, False, 4), (TERNARY, False, 8), (4, True, 4),
+     (8, True, 8), (3, True, 8)],
+)  # fmt: skip
 @pytest.mark.parametrize(("tokens", "group_size"), [(1, 64), (5, 64), (300, 192)])
 def test_the_integer_path_is_the_imitated_one(
-    activation: str, weight_bits: int, bits: int, tokens: int, group_size: int
+    activation: str, weight_bits: int, has_zero_points: bool, bits: int, tokens: int, group_size: int
 ) -> None:
-    weight, (x, main_scale) = coded(weight_bits, group_size), activations(tokens)
+    weight, (x, main_scale) = coded(weight_bits, group_size, has_zero_points=has_zero_points), activations(tokens)
     linear = IntegerLinear(weight, torch.arange(32.0))
     linear.incoming = rows = coded_rows(x, main_scale, bits, activation)
     rounded = QUANTIZERS[activation](x, main_scale, bits)
     restored = (rows.codes_RI * rows.scale_R1).reshape(rows.grids, tokens, -1).sum(0)
     assert torch.equal(restored, rounded[0])  # the codes and scales of the forward that is trained, to the bit
     assert rows.grids == {"plain": 1, "dual": 2}[activation]
-    expected = nn.functional.linear(rounded, weight_values(weight.codes_OI, weight.scale_OG), torch.arange(32.0))
+    values_OI = weight_values(weight.codes_OI, weight.scale_OG, weight.zero_OG)
+    expected = nn.functional.linear(rounded, values_OI, torch.arange(32.0))
     torch.testing.assert_close(linear(x), expected, rtol=1e-4, atol=1e-3 * expected.std().item())
+    assert torch.equal(linear.weight, values_OI)
 
 
 def test_sums_of_a_group_are_exact_integers_even_at_the_ends_of_their_range() -> None:
@@ -57,6 +66,11 @@ def test_sums_of_a_group_are_exact_integers_even_at_the_ends_of_their_range() ->
     sums_GRO = linear.group_sums(rows)
     assert sums_GRO.dtype == torch.int32
     assert sums_GRO[:, :, 0].tolist() == [[-128 * 127 * 64, 128 * 127 * 64], [-128 * 127 * 64, -128 * 127 * 64]]
+    zero_OG = torch.full((16, 2), 127, dtype=torch.int8)
+    linear = IntegerLinear(CodedWeight(bits=8, codes_OI=codes_OI, scale_OG=torch.ones(16, 2), zero_OG=zero_OG), None)
+    assert linear.group_sums(rows)[:, :, 0].tolist() == [
+        [-255 * 127 * 64, 255 * 127 * 64], [-255 * 127 * 64, -255 * 127 * 64]
+    ]  # fmt: skip
 
 
 def test_the_integer_path_keeps_what_is_not_finite() -> None:
@@ -89,12 +103,16 @@ def test_an_activation_without_an_integer_form_is_named() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("has_zero_points", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_four_bit_weights_meet_activations_in_floating_point(bits: int, dtype: torch.dtype, tolerance: float) -> None:
-    weight, (x, _) = coded(bits, 64), activations(5)
+def test_four_bit_weights_meet_activations_in_floating_point(
+    bits: int, has_zero_points: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    weight, (x, _) = coded(bits, 64, has_zero_points=has_zero_points), activations(5)
     linear = Int4Linear(weight, torch.arange(32.0), dtype)
     assert linear.packed_OP.numel() == weight.codes_OI.numel() / 2
-    expected = nn.functional.linear(x, weight_values(weight.codes_OI, weight.scale_OG), torch.arange(32.0))
+    values_OI = weight_values(weight.codes_OI, weight.scale_OG, weight.zero_OG)
+    expected = nn.functional.linear(x, values_OI, torch.arange(32.0))
     error = (linear(x.to(dtype)).float() - expected).norm() / expected.norm()
     assert error < tolerance
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from tiny_bundle import write_tiny_bundle
 from tiny_model import save_tiny_model
 
-from reflux.components.bundles.stored_scheme import stored_scheme
+from reflux.components.bundles.stored_scheme import stored_weights
 from reflux.pipelines.__main__ import cli
 
 SMALL = ("--windows", "2", "--window-tokens", "64", "--answers", "3", "--latency-tokens", "20")
@@ -76,6 +76,10 @@ def test_a_folder_that_is_no_model_is_refused(tiny_model: Path, prompts: Path, t
     assert "is neither a bundle nor a model, it has no quant_config.json and no config.json" in done.output
 
 
+def packed(**groups: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
 def quantised(tmp_path: Path, tiny_model: Path, **said: Any) -> Path:
     folder = Path(shutil.copytree(tiny_model, tmp_path / "copy"))
     config = json.loads((folder / "config.json").read_text())
@@ -88,15 +92,15 @@ def quantised(tmp_path: Path, tiny_model: Path, **said: Any) -> Path:
     [
         ({"quant_method": "gptq"}, "quantised by 'gptq', format None; reflux evaluates 'compressed-tensors'"),
         (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
-            "one group of weights with a group_size",
+            packed(group_0={"weights": {"num_bits": 4}}, group_1={"weights": {"num_bits": 8, "type": "float"}}),
+            r"config_groups\.group_1: has weights 'float'; groups of integer weights with activations in full",
         ),
         (
-            {
-                "quant_method": "compressed-tensors",
-                "format": "pack-quantized",
-                "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 64}}},
-            },
+            packed(group_0={"weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}),
+            r"config_groups\.group_0: rounds input_activations; groups of integer weights",
+        ),
+        (
+            packed(group_0={"weights": {"num_bits": 4, "group_size": 64}}, group_1={"weights": {"num_bits": 8}}),
             "which is not installed: pip install compressed-tensors",
         ),
     ],
@@ -105,4 +109,4 @@ def test_a_quantisation_that_cannot_be_read_is_named(
     tmp_path: Path, tiny_model: Path, said: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        stored_scheme(quantised(tmp_path, tiny_model, **said))
+        stored_weights(quantised(tmp_path, tiny_model, **said))

@@ -55,21 +55,21 @@ print(json.dumps({"ids": ids, "logprobs": logprobs}))
 pytestmark = pytest.mark.heavy
 
 
-def said_by(python: str, program: str) -> dict[str, Any]:
+def said_by(python: str, program: str, bundle: str = BUNDLE) -> dict[str, Any]:
     environment = {
         "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    command = [python, "-c", program, BUNDLE, TEXT]
+    command = [python, "-c", program, bundle, TEXT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"ids"')))
 
 
 @torch.no_grad()
-def weights_only_logprobs(ids: list[int]) -> torch.Tensor:
+def weights_only_logprobs(ids: list[int], bundle: str = BUNDLE) -> torch.Tensor:
     """[T - 1] of our own forward with low-bit weights and activations in full precision."""
-    model, input_BT = load_bundle(Path(BUNDLE)), torch.tensor([ids])
+    model, input_BT = load_bundle(Path(bundle)), torch.tensor([ids])
     with full_precision_activations(model):
         logits_TV = model(input_BT, position_ids=torch.arange(len(ids))[None]).logits[0, :-1]
     return logits_TV.log_softmax(-1).gather(-1, input_BT[0, 1:, None])[:, 0]
@@ -82,6 +82,24 @@ def test_transformers_loads_the_weights_to_the_bit() -> None:
     difference = (torch.tensor(said["logprobs"]) - ours).abs().max().item()
     print(f"transformers with compressed-tensors: largest difference {difference:.2g} nats")
     assert difference <= 1e-5
+
+
+@pytest.mark.skipif(not COMPRESSED_TENSORS, reason="REFLUX_CT_PYTHON names none")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"zero_points": True},
+        {"zero_points": True, "weight_bits": 8, "group_size": 32},
+        {"zero_points": True, "exceptions": ("down_proj=8", "layers.1.*.q_proj=2", "k_proj=ternary", "v_proj=16")},
+    ],
+)
+def test_transformers_reads_zero_points_to_the_bit(tiny_model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    bundle = str(write_tiny_bundle(tmp_path / "bundle", tiny_model, **options))
+    said = said_by(COMPRESSED_TENSORS, OF_TRANSFORMERS, bundle)
+    difference = (torch.tensor(said["logprobs"]) - weights_only_logprobs(said["ids"], bundle)).abs().max().item()
+    print(f"transformers with compressed-tensors, {options}: largest difference {difference:.2g} nats")
+    assert difference == 0
 
 
 @pytest.mark.skipif(not (BUNDLE and VLLM), reason="REFLUX_BUNDLE or REFLUX_VLLM_PYTHON names none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from reflux.components.algorithms.cpu_kernels import Int4Linear, IntegerLinear
 from reflux.components.algorithms.low_bit import full_precision_activations
-from reflux.components.bundles.bundle import load_bundle, unpack
+from reflux.components.bundles.bundle import load_bundle
+from reflux.components.bundles.packed_linear import unpack
 from reflux.components.bundles.transformers_bundle import low_bit_config
+from reflux.components.models import load_model
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "w4a4_dual": {},
@@ -23,6 +26,10 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "w8a8_dual": {"weight_bits": 8, "activation_bits": 8},
     "w4a16": {"activation_bits": 16},
     "mixed": {"exceptions": ("down_*=8", "layers.0.mlp_in=16", "v_proj=3")},
+    "w4a4_dual_zero_points": {"zero_points": True},
+    "w8a8_plain_zero_points": {"weight_bits": 8, "activation_bits": 8, "activation": "plain", "zero_points": True},
+    "w4a16_zero_points": {"activation_bits": 16, "zero_points": True},
+    "mixed_zero_points": {"zero_points": True, "exceptions": ("down_*=8", "v_proj=3", "q_proj=ternary")},
     "w2.79a8": {"activation_bits": 8, "activation": "plain", "exceptions": ("layers.*[02468].*_proj=ternary",)},
 }
 
@@ -52,7 +59,12 @@ def test_from_pretrained_gives_the_bundles_forward(bundles: dict[str, Path], sch
     assert torch.equal(logprobs(model), logprobs(load_bundle(bundles[scheme])))
 
 
-@pytest.mark.parametrize("scheme", ["w4a4_dual", "w4a8_plain", "w8a8_dual", "mixed"])
+INTEGER = [
+    name for name, options in SCHEMES.items() if options.get("activation_bits", 4) < 16 and not name.startswith("w2")
+]
+
+
+@pytest.mark.parametrize("scheme", INTEGER)
 def test_the_deployed_forward_is_the_imitated_one_in_integers(bundles: dict[str, Path], scheme: str) -> None:
     deployed, imitated = from_pretrained(bundles[scheme], "deployed"), load_bundle(bundles[scheme])
     assert sum(isinstance(m, IntegerLinear) for m in deployed.modules()) == 2 * 7
@@ -62,12 +74,13 @@ def test_the_deployed_forward_is_the_imitated_one_in_integers(bundles: dict[str,
         torch.testing.assert_close(logprobs(deployed), logprobs(imitated), rtol=0, atol=1e-3)
 
 
-def test_four_bit_weights_alone_are_deployed_as_four_bits(bundles: dict[str, Path]) -> None:
-    imitated = logprobs(load_bundle(bundles["w4a16"]))
-    exact = from_pretrained(bundles["w4a16"], "deployed")
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16_zero_points"])
+def test_four_bit_weights_alone_are_deployed_as_four_bits(bundles: dict[str, Path], scheme: str) -> None:
+    imitated = logprobs(load_bundle(bundles[scheme]))
+    exact = from_pretrained(bundles[scheme], "deployed")
     assert sum(isinstance(m, Int4Linear) for m in exact.modules()) == 2 * 7
     torch.testing.assert_close(logprobs(exact), imitated, rtol=0, atol=1e-4)
-    short = from_pretrained(bundles["w4a16"], "deployed", torch.bfloat16)
+    short = from_pretrained(bundles[scheme], "deployed", torch.bfloat16)
     assert short.model.rotary_emb.inv_freq.dtype == torch.float32
     assert (logprobs(short) - imitated).abs().mean() < 0.02
 
@@ -87,14 +100,44 @@ def test_another_forward_and_no_bundle_are_refused(bundles: dict[str, Path], tin
         low_bit_config(tiny_model)
 
 
-def test_zero_points_have_no_kernel(bundles: dict[str, Path], tiny_model: Path, tmp_path: Path) -> None:
+def test_zero_points_are_told_in_every_file(bundles: dict[str, Path]) -> None:
+    folder = bundles["mixed_zero_points"]
+    described = json.loads((folder / "quant_config.json").read_text())
+    assert described["scheme"]["zero_points"] is True
+    stored = load_file(folder / "model.safetensors")
+    for name, entry in described["weights"].items():
+        told = 0 if name.endswith("q_proj") else f"{name}.weight_zero_point"
+        assert entry["zero_point"] == told
+        assert (f"{name}.weight_zero_point" in stored) == (told != 0)
+    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    kinds = {(group["weights"]["num_bits"], group["weights"]["symmetric"]): group["targets"] for group in groups}
+    assert {kind: len(targets) for kind, targets in kinds.items()} == {
+        (4, False): 1, (8, False): 2, (3, False): 2, (2, True): 2,
+    }  # fmt: skip
+    assert kinds[4, False] == ["Linear"]
+    assert "4 bits, zero points, groups of 64" in (folder / "README.md").read_text()
+
+
+def test_a_head_of_its_own_travels_and_a_tied_one_is_not_stored(tiny_model: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    untied = load_model(base)
+    untied.config.tie_word_embeddings = False
+    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach() * 1.5)
+    untied.save_pretrained(base)
+    folder = write_tiny_bundle(tmp_path / "bundle", base, zero_points=True)
+    assert torch.equal(load_bundle(folder).lm_head.weight, untied.lm_head.weight)
+    assert torch.equal(logprobs(from_pretrained(folder, "simulated")), logprobs(load_bundle(folder)))
+    tied = load_file(write_tiny_bundle(tmp_path / "tied", tiny_model) / "model.safetensors")
+    assert "lm_head.weight" not in tied
+
+
+def test_a_packed_layer_that_is_not_described_is_named(tiny_model: Path, tmp_path: Path) -> None:
     folder = write_tiny_bundle(tmp_path / "bundle", tiny_model)
     config = json.loads((folder / "quant_config.json").read_text())
-    for entry in config["weights"].values():
-        entry["zero_point"] = "elsewhere"
+    del config["weights"]["model.layers.1.mlp.up_proj"]
     (folder / "quant_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="have zero points, and the low-bit kernels multiply symmetric codes alone"):
-        from_pretrained(folder, "deployed")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj is packed in .* and not described"):
+        load_bundle(folder)
 
 
 def test_full_precision_weights_have_nothing_to_deploy(tiny_model: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +16,6 @@ import numpy as np
 import pytest
 import tiny_chain
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load, load_file, save_file
 from stage_writers import writer_for
 from tiny_chain import Chain
@@ -35,8 +32,9 @@ from reflux.components.algorithms.low_bit import (
 from reflux.components.algorithms.quantizers import weight_codes, weight_values
 from reflux.components.artifacts import Artifact
 from reflux.components.bundles import policy_table
-from reflux.components.bundles.bundle import load_bundle, pack, read_scheme, unpack
+from reflux.components.bundles.bundle import load_bundle, read_scheme
 from reflux.components.bundles.outliers import counting_outliers
+from reflux.components.bundles.packed_linear import pack
 from reflux.components.calibrate import stage
 from reflux.components.calibrate.bundle_files import fallback
 from reflux.components.calibrate.card import model_card
@@ -77,28 +75,6 @@ def delivered(artifact: Artifact, tmp_path_factory: pytest.TempPathFactory) -> P
 def bundle(delivered: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return Path(shutil.copytree(delivered, tmp_path / "bundle"))
-
-
-@settings(max_examples=50)
-@given(bits=st.integers(2, 8), rows=st.integers(1, 4), columns=st.integers(1, 70), seed=st.integers(0, 99))
-def test_codes_survive_packing(bits: int, rows: int, columns: int, seed: int) -> None:
-    half = 2 ** (bits - 1)
-    generator = torch.Generator().manual_seed(seed)
-    codes_OI = torch.randint(-half, half, (rows, columns), generator=generator, dtype=torch.int8)
-    words_OW = pack(codes_OI, bits)
-    assert words_OW.dtype == torch.int32
-    assert words_OW.shape == (rows, -(-columns * bits // 32))
-    assert torch.equal(unpack(words_OW, bits, columns), codes_OI)
-
-
-def test_the_first_code_is_in_the_lowest_bits_and_zero_is_the_offset() -> None:
-    codes = torch.tensor([[-8, -7, 0, 1, 2, 3, 4, 7, 5]], dtype=torch.int8)
-    first, second = pack(codes, 4)[0].tolist()
-    assert first & 0xFFFFFFFF == 0xFCBA9810
-    assert second & 0xF == 5 + 8
-    assert pack(torch.tensor([[-128, 127]], dtype=torch.int8), 8)[0, 0].item() & 0xFFFF == 0xFF00
-    of_three_bits = torch.tensor([[*[-4] * 10, 3]], dtype=torch.int8)  # the eleventh begins in bit 30
-    assert [word & 0xFFFFFFFF for word in pack(of_three_bits, 3)[0].tolist()] == [0xC0000000, 1]
 
 
 def trained(chain: Chain, student: Artifact) -> Any:
@@ -161,7 +137,9 @@ def test_quant_config_describes_every_linear_and_site(delivered: Path, student: 
         assert len(entry["scale_main"]) == len(entry["scale_outlier"]) == len(config["position_knots"])
 
 
-def test_thresholds_are_quantiles_of_what_enters_each_site(chain: Chain, student: Artifact, delivered: Path) -> None:
+def test_thresholds_are_quantiles_of_what_enters_each_site(
+    chain: Chain, student: Artifact, artifact: Artifact, delivered: Path
+) -> None:
     thresholds = {
         site: entry["outlier_threshold"]
         for site, entry in json.loads((delivered / "quant_config.json").read_text())["activations"].items()
@@ -181,6 +159,7 @@ def test_thresholds_are_quantiles_of_what_enters_each_site(chain: Chain, student
     assert count.seen == sum(map(len, largest.values()))
     assert count.beyond == sum(value > thresholds[site] for site, seen in largest.items() for value in seen)
     assert 0 < count.share < 0.02
+    assert artifact.metrics["checked_tokens"] * len(thresholds) == count.seen
     with counting_outliers(model, {}) as nothing:
         model(**some_input())
     assert nothing.share == 0
@@ -247,44 +226,6 @@ def test_a_scheme_that_was_changed_is_refused(bundle: Path) -> None:
     edited(bundle, scheme=scheme | {"activation_bits": 8})
     with pytest.raises(ValueError, match="scheme_sha256 is not that of the scheme"):
         read_scheme(bundle)
-
-
-def student_with(
-    chain: Chain, student: Artifact, folder: Path, metadata: dict[str, str], *, spoiled: str = "", **rename: str
-) -> Artifact:
-    """The student with its weights saved again, under other names, another mark, or one weight no number."""
-    weights = load(student.file("latent.safetensors"))
-    if spoiled:
-        weights[spoiled][0, 0] = torch.nan
-    for old, new in rename.items():
-        weights[new] = weights.pop(old.replace("__", "."))
-    save_file(weights, folder / "weights", metadata=metadata)
-    parents = {"traces": chain.traces, "profile": chain.profile, "labels": chain.labels}
-    writer = writer_for(folder, "distill", chain.training(), **parents)
-    writer.write_file("latent.safetensors", folder / "weights")
-    for name in ("policy_table.bin", "scheme.json"):
-        writer.write_file(name, student.file(name))
-    return writer.commit({})
-
-
-def test_deployed_weights_are_not_quantised_again(chain: Chain, student: Artifact, tmp_path: Path) -> None:
-    deployed = student_with(chain, student, tmp_path, {"format": "pt"})
-    with pytest.raises(ValueError, match="not marked as master weights; refusing to quantise it again"):
-        calibrated(chain, deployed, tmp_path)
-
-
-def test_weights_that_are_not_finite_are_named(chain: Chain, student: Artifact, tmp_path: Path) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
-    broken = student_with(chain, student, tmp_path, {"checkpoint": "latent"}, spoiled=name)
-    with pytest.raises(ValueError, match=rf"student: {re.escape(name)} is not finite everywhere"):
-        calibrated(chain, broken, tmp_path)
-
-
-def test_weights_of_another_model_are_refused(chain: Chain, student: Artifact, tmp_path: Path) -> None:
-    names = {"model__layers__1__mlp__up_proj__weight": "model.layers.7.mlp.up_proj.weight"}
-    foreign = student_with(chain, student, tmp_path, {"checkpoint": "latent"}, **names)
-    with pytest.raises(ValueError, match=r"1 weights do not belong to .*, e.g. model\.layers\.7\.mlp"):
-        calibrated(chain, foreign, tmp_path)
 
 
 def test_equal_work_gives_an_equal_bundle(chain: Chain, student: Artifact, artifact: Artifact, tmp_path: Path) -> None:
@@ -366,16 +307,3 @@ def test_the_card_says_what_the_scheme_costs(tiny_model: Path) -> None:
     assert "| layers of other bits | `down_in=8` |" in mixed
     unquantised = model_card("tiny", model, Scheme(weight_bits=16, activation_bits=16), {})
     assert "| weights | full precision |\n| activations | full precision |" in unquantised
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"check_traces": 0}, "check_traces 0: must be at least 1"),
-        ({"outlier_quantile": 1.0}, r"outlier_quantile 1\.0: must be between 0 and 1"),
-        ({"tolerance": 0.0}, r"tolerance 0\.0: must be positive"),
-    ],
-)
-def test_a_bad_configuration_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"calibrate\.{message}"):
-        CalibrateConfig(**options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -39,19 +40,21 @@ def poisoned(model: Path, folder: Path, weight: str, value: float) -> Path:
     return folder
 
 
-def failed(chain: Chain, student: Path, store: Path, **options: object) -> str:
+def failed(chain: Chain, student: Path, store: Path, message: str = "", **options: object) -> str:
     """Where the step is kept that this student's training could not make."""
     config = replace(chain.training(**{"on_policy_fraction": 0.0} | options), student_uri=str(student))
     parents = {"traces": chain.traces, "profile": chain.profile, "labels": chain.labels}
     writer = writer_for(store, "distill", config, **parents)
     with pytest.raises(FloatingPointError, match="It is kept: reflux replay objects/distill/") as raised:
         stage.run(config, **parents, student=writer)
+    assert re.search(message, str(raised.value))
     return str(raised.value).rpartition(" ")[2]
 
 
 def test_a_student_with_an_infinite_weight(chain: Chain, tmp_path: Path) -> None:
     student = poisoned(chain.model, tmp_path / "student", f"{NORM}.weight", float("inf"))
-    place = failed(chain, student, tmp_path / "store", validation_traces=0)
+    begins = rf"; it begins in {NORM} of the student, sequence 0, position 0\. It is kept"
+    place = failed(chain, student, tmp_path / "store", message=begins, validation_traces=0)
     shown = CliRunner().invoke(cli, ["replay", place, "--store", str(tmp_path / "store")])
     assert shown.exit_code == 0, shown.output
     lines = dict(line.split(": ", 1) for line in shown.output.splitlines())

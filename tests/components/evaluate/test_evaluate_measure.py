@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from reflux.components.algorithms.effective_bits import costs_of_weights
 from reflux.components.algorithms.low_bit import SITES, Scheme, apply_scheme, frozen_weights, site_modules
 from reflux.components.algorithms.output_head import output_head
 from reflux.components.algorithms.policies import KNOTS, PositionTable
@@ -131,10 +133,14 @@ def test_memory_counts_codes_scales_table_and_a_tied_embedding_once(tiny_model: 
     linear = sum(p.numel() for name, p in plain.named_parameters() if "proj" in name)
     other = sum(p.numel() for name, p in plain.named_parameters() if "proj" not in name)
     unquantised = Scheme(weight_bits=16, activation_bits=16)
-    assert deployed_bytes(plain, unquantised) == 4 * (linear + other)
+    assert deployed_bytes(plain, costs_of_weights(plain, unquantised), unquantised) == 4 * (linear + other)
     table = 2 * len(SITES) * len(KNOTS) * 2 * 4
     codes_and_scales = linear * 4 // 8 + linear // 16 * 2
-    assert deployed_bytes(low_bit(tiny_model), DUAL) == codes_and_scales + other * 4 + table
+    model = low_bit(tiny_model)
+    assert deployed_bytes(model, costs_of_weights(model, DUAL), DUAL) == codes_and_scales + other * 4 + table
+    asymmetric = replace(DUAL, zero_points=True)
+    with_zero_points = deployed_bytes(model, costs_of_weights(model, asymmetric), asymmetric)
+    assert with_zero_points == codes_and_scales + linear // 16 * 4 // 8 + other * 4 + table
 
 
 def test_text_windows_cover_the_text_evenly_without_overlap(tiny_model: Path, tmp_path: Path):
@@ -157,3 +163,21 @@ def test_a_short_or_unreadable_text_is_refused(tiny_model: Path, tmp_path: Path)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not a readable UTF-8 text"):
         evaluation_text(path, tokenizer, windows=2, window_tokens=8)
+
+
+@pytest.mark.parametrize("scheme", [None, Scheme(group_size=16, activation="plain")])
+def test_numbers_that_are_not_finite_are_traced_to_their_module(
+    tiny_model: Path, traces: list[Trace], scheme: Scheme | None
+):
+    model = load_model(tiny_model)
+    held = batches(traces, 3, 0)
+    head = output_head(model)
+    if scheme is not None:
+        apply_scheme(model, scheme)
+    model.model.layers[1].mlp.down_proj.weight[3, 5] = torch.inf
+    module, trace = r"model\.layers\.1\.mlp\.down_proj", held[0].traces[0].trace_id
+    with pytest.raises(ValueError, match=rf"evaluate: row: the output of {module} is .* position 0 of trace {trace}"):
+        decisions(model, head, held, who="evaluate: row")
+    window_WT = torch.arange(3, 43).reshape(2, 20)
+    with pytest.raises(ValueError, match=rf"evaluate: the output of {module} is .* position 0 of window 0 of the text"):
+        text_nats(model, head, window_WT, 260)

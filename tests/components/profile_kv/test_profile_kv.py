@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import tiny_chain
 import torch
+from safetensors.torch import load_file, save_file
 from stage_writers import writer_for
 from tiny_chain import Chain
 
@@ -17,6 +21,7 @@ from reflux.components import models
 from reflux.components.algorithms.low_bit import SITES
 from reflux.components.algorithms.policies import KNOTS, PositionTable
 from reflux.components.bundles import policy_table
+from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.profile_kv import stage
 from reflux.components.profile_kv.activations import ActivationWatch, activation_rows, position_table
 from reflux.components.profile_kv.config import ProfileKvConfig
@@ -151,6 +156,43 @@ def test_bytes_are_keys_and_values_of_every_layer_up_to_the_token(chain: Chain) 
         assert row["update_us"] > 0
     lengths = {r["trace_id"]: len(r["prompt_token_ids"]) for r in chain.traces.table("traces").to_pylist()}
     assert costs[0]["position"] == lengths[costs[0]["trace_id"]]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_activations_that_are_not_finite_are_named_with_trace_and_position(
+    chain: Chain, tmp_path: Path, layer: int
+) -> None:
+    """A norm that turns one channel of every token into infinity, in the first layer and in the last."""
+    student = Path(shutil.copytree(chain.model, tmp_path / "student"))
+    weights = load_file(student / "model.safetensors")
+    weights[f"model.layers.{layer}.post_attention_layernorm.weight"][3] = torch.inf
+    save_file(weights, student / "model.safetensors", metadata={"format": "pt"})
+    trace_ids = [row["trace_id"] for row in chain.traces.table("traces").to_pylist() if row["split"] == "train"]
+    module = rf"model\.layers\.{layer}\.post_attention_layernorm"
+    with pytest.raises(
+        ValueError, match=rf"profile_kv: the output of {module} is not .* position 0 of trace {min(trace_ids)}"
+    ):
+        profiled(replace(chain, model=student), tmp_path)
+
+
+def test_traces_of_which_none_is_for_training_are_refused(chain: Chain, tmp_path: Path) -> None:
+    table = chain.traces.table("traces")
+    rows = [row | {"split": "heldout"} for row in table.to_pylist()]
+    config = CollectTracesConfig(teacher=str(chain.model), prompts_uri=str(chain.folder / "prompts.jsonl"))
+    writer = writer_for(tmp_path, "collect_traces", config)
+    writer.write_table("traces/00000", pa.Table.from_pylist(rows, schema=table.schema), table.schema)
+    with pytest.raises(ValueError, match="profile_kv: the traces hold no training trace"):
+        profiled(replace(chain, traces=writer.commit({})), tmp_path)
+
+
+def test_the_share_of_the_templates_tokens_is_told(chain: Chain) -> None:
+    assert 0 < chain.profile.metrics["template_share"] < 1
+    prompt = {"prompt_token_ids": [1, 5, 6, 7, 2], "response_token_ids": [9, 9, 9]}
+    other = {"prompt_token_ids": [1, 5, 8, 8, 8, 7, 2], "response_token_ids": [9]}
+    assert stage.template_share([prompt, other, prompt]) == 3 * (2 + 2) / (8 + 8 + 8)
+    assert stage.template_share([prompt, prompt]) == 0
+    within = {"prompt_token_ids": [1, 5, 7, 2], "response_token_ids": []}
+    assert stage.template_share([prompt, within]) == 2 * 4 / (8 + 4)
 
 
 def profiled(chain: Chain, folder: Path, **options: Any) -> Any:
