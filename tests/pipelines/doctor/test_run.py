@@ -306,6 +306,8 @@ def test_a_policy_whose_gradient_is_near_zero(evidence: Evidence) -> None:
     assert policy.movement(evidence).status == "ok"
     stands = policy.movement(replace(evidence, table=evidence.profiled))
     assert (stands.status, "its gradient is near zero" in stands.fix) == ("warn", True)
+    faint = [step | {"policy_gradient_norm": 1e-12} for step in evidence.history]
+    assert policy.movement(replace(evidence, history=faint)).found.startswith("its gradient had norm 1e-12")
     unasked = policy.movement(replace(evidence, history=[step | {"policy_lr": 0.0} for step in evidence.history]))
     assert (unasked.status, unasked.found) == ("warn", "its rate was 0 in every step, the table stands")
 
