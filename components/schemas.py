@@ -247,6 +247,12 @@ SCORES = pa.schema(
         column("effective_bits_activation", pa.float64(), "bits per quantised activation, flags and scales included"),
         column("memory_bytes", pa.int64(), "bytes of the parameters in the form that would be deployed"),
         column("quantizer_digest", pa.string(), "sha256 of the scheme's quantiser configuration"),
+        column(
+            "outlier_capture",
+            pa.float64(),
+            "share of the largest 1 % of each token's values that are on the outlier grid; null without two grids",
+            nullable=True,
+        ),
     ]
 )
 

@@ -89,8 +89,20 @@ class DistillConfig:
     counts.
     """
 
+    policy: str = later("lookup", ("lookup", "mlp", "attention"))
+    """Who says what an activation's main scale is: lookup, the position table; mlp or attention, in the warm-up also a
+    network that reads the block before, the mean over the tokens so far or those it attends to. It becomes part of the
+    table when the warm-up ends.
+    """
+    policy_network_lr: float = later(1e-3)
+    """Rate of that network; the table beside it has warmup_policy_lr."""
+    k_norm_power: float = later(0.0)
+    """Around attention the table begins with main scales times (norm of K there / its median)^-k_norm_power, a quarter
+    at least and never more than they were; 0 leaves them.
+    """
+
     warmup_steps: int = 100
-    """Steps in which only the position table moves."""
+    """Steps in which only the policy moves: the position table, and a network beside it."""
     warmup_patience: int = later(0)
     """These steps end early once the activation KL, averaged over so many of them, is no lower than over as many
     before; 0: not before their number.
@@ -219,6 +231,7 @@ class DistillConfig:
         _check_ranges(self)
         _check_quantiser(self)
         _check_lengths(self)
+        _check_policy(self)
         _check_export(self)
         check_objectives(self)
         if self.warmup_steps + self.joint_steps + self.finetune_steps < 1:
@@ -274,6 +287,7 @@ RANGE_OF = {
         "warmup_steps", "joint_steps", "finetune_steps", "max_steps", "rise_steps", "joint_last_layers", "trace_k",
         "warmup_patience", "joint_gradient_clip",
         "warmup_policy_lr", "joint_policy_lr", "joint_student_lr", "finetune_policy_lr", "finetune_student_lr",
+        "policy_network_lr", "k_norm_power",
         "weight_clip_lr", "weight_decay", "validation_traces", "rollout_slots", "sharpen_temperature",
         "rollout_temperature", "lora_rank", "validate_every", "patience", "generations_every", "memory_gib",
     ),
@@ -330,6 +344,23 @@ def _check_lengths(config: DistillConfig) -> None:
         raise ValueError(
             f"distill.rollout_new_tokens {config.rollout_new_tokens}: must be below max_sequence_tokens, "
             f"{config.max_sequence_tokens}, which prompt and rollout have together"
+        )
+
+
+def _check_policy(config: DistillConfig) -> None:
+    if config.k_norm_power and config.start_uri:
+        raise ValueError(
+            f"distill.k_norm_power {config.k_norm_power}: changes the profile's table, and start_uri has one that was "
+            "learned; leave one of the two out"
+        )
+    if config.policy == "lookup":
+        return
+    if not config.warmup_steps:
+        raise ValueError(f"distill.policy {config.policy!r}: is trained in the warm-up, and warmup_steps is 0")
+    if config.export == "best":
+        raise ValueError(
+            f"distill.policy {config.policy!r}: the best weights may be those of the warm-up, whose network is gone by "
+            "the end; export ema or last"
         )
 
 

@@ -26,6 +26,7 @@ from reflux.components.algorithms.losses import (
     sampled_cross_entropy,
     sampled_forward_kl,
 )
+from reflux.components.algorithms.low_bit import bits_of_sites
 from reflux.components.algorithms.range_alignment import range_alignment, range_alignment_of_kept
 from reflux.components.algorithms.written_losses import WRITTEN_OBJECTIVES, Written, discounted_later, drawn_from
 from reflux.kernels.topk_kl import bucketed
@@ -37,6 +38,7 @@ from .layer_comparison import LayerComparison, comparable
 from .observed import Observed, against_buckets, against_whole, entropy, observed_rows
 from .scorer import scored_token_ids, scorer
 from .stored import StoredBuckets, StoredDraws
+from .student import scheme_of
 from .terms import Term, beside_hard_targets, on_tokens, weight_of
 
 
@@ -62,9 +64,11 @@ class DistillationLoss:
                 "distill: bridge and warmup_patience compare hidden states, and teacher and student differ in the "
                 "number or width of their layers; leave them out, or take a teacher of the student's shape"
             )
+        scheme, row_tokens = scheme_of(config), config.max_sequence_tokens if config.packing else 0
+        grids = bits_of_sites(student, scheme) if scheme.needs_policy else {}
         self.student, self.teacher = (
-            scorer(model, tokenizer, compute_dtype, row_tokens=config.max_sequence_tokens if config.packing else 0)
-            for model in (student, teacher)
+            scorer(model, tokenizer, compute_dtype, row_tokens=row_tokens, site_bits=site_bits)
+            for model, site_bits in ((student, grids), (teacher, {}))
         )
 
     def __call__(
@@ -81,7 +85,7 @@ class DistillationLoss:
         trace_terms = beside_hard_targets(self.config.trace_terms, teacher_weight)
         layers = self._compared(rollouts, traces, trace_terms, observed)
         see_student, see_teacher = (None, None) if layers is None else (layers.see_student, layers.see_teacher)
-        hidden_ND = self.student.hidden([*rollouts, *traces], see_student)
+        hidden_ND = self.student.hidden([*rollouts, *traces], see_student, observed)
         split = sum(s.scored for s in rollouts)
         loss = hidden_ND.new_zeros(())
         read = rollouts if layers is None else layers.sequences

@@ -6,10 +6,10 @@ the tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,11 +19,16 @@ from reflux.components.algorithms.chunked_loss import CHUNK_TOKENS
 from reflux.components.algorithms.hadamard import in_common_basis
 from reflux.components.algorithms.layer_errors import watching_layers
 from reflux.components.algorithms.losses import log_probabilities
+from reflux.components.algorithms.outlier_capture import watching_capture
 from reflux.components.algorithms.output_head import OutputHead, final_hidden_states, output_head
 from reflux.components.algorithms.written_losses import drawn_from
 from reflux.components.sequences import batched, packed, padded
 
 from .examples import Sequence
+from .observed import Observed
+
+CAPTURE_TOKENS = 16
+"""Tokens of a forward of which caught outliers are counted, at every site: less than a hundredth of its time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +41,17 @@ class Scorer:
     """Of the passes through the layers; logits are float32 whatever it is."""
     row_tokens: int = 0
     """Longest row of a forward in which sequences stand end to end; 0: each has a row of its own."""
+    site_bits: Mapping[str, int] = field(default_factory=dict)
+    """Of a student whose activations have two grids: bits of each site, to watch which outliers are caught."""
 
-    def hidden(self, sequences: Several[Sequence], see: Callable[[Tensor], None] | None = None) -> Tensor:
+    def hidden(
+        self,
+        sequences: Several[Sequence],
+        see: Callable[[Tensor], None] | None = None,
+        observed: Observed | None = None,
+    ) -> Tensor:
         """[N, D] the hidden states from which the scored tokens are predicted. `see` is called with the same rows of
-        every decoder layer's output, the first layer first.
+        every decoder layer's output, the first layer first; `observed` takes which outliers were caught.
         """
         token_ids = [s.token_ids for s in sequences]
         mask: Tensor | None = None
@@ -64,8 +76,18 @@ class Scorer:
             see(in_common_basis(self.model, scored(layer_RTD)))
 
         watching = nullcontext() if see is None else watching_layers(self.model, seen)
-        with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=narrow), watching:
+        every = -(-sum(map(len, token_ids)) // CAPTURE_TOKENS)
+        capturing: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if observed is not None and self.site_bits:
+            capturing = watching_capture(self.model, self.site_bits, *_tokens(places, token_ids, every))
+        with (
+            torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=narrow),
+            watching,
+            capturing as captured,
+        ):
             hidden_RTD = final_hidden_states(self.model, input_RT, mask, position_RT)
+        if observed is not None and captured:
+            observed.add({"outlier_capture": torch.cat(captured)}, every)
         return scored(hidden_RTD.float())
 
     def log_probabilities(self, hidden_nD: Tensor) -> Tensor:
@@ -103,7 +125,21 @@ class Scorer:
         return next(self.model.parameters()).device
 
 
-def scorer(model: Any, tokenizer: Any, compute_dtype: torch.dtype, *, row_tokens: int = 0) -> Scorer:
+def _tokens(places: list[tuple[int, int]], token_ids: list[list[int]], every: int) -> tuple[list[int], list[int]]:
+    """Rows and columns of one token in so many, over all sequences."""
+    tokens = [(row, begin + t) for (row, begin), ids in zip(places, token_ids, strict=True) for t in range(len(ids))]
+    rows, columns = zip(*tokens[::every], strict=True)
+    return list(rows), list(columns)
+
+
+def scorer(
+    model: Any,
+    tokenizer: Any,
+    compute_dtype: torch.dtype,
+    *,
+    row_tokens: int = 0,
+    site_bits: Mapping[str, int] | None = None,
+) -> Scorer:
     """With the model's own head and the transforms behind it, padding and words of the tokenizer."""
     return Scorer(
         model=model,
@@ -112,6 +148,7 @@ def scorer(model: Any, tokenizer: Any, compute_dtype: torch.dtype, *, row_tokens
         pad=tokenizer.pad_token_id or 0,
         compute_dtype=compute_dtype,
         row_tokens=row_tokens,
+        site_bits=site_bits or {},
     )
 
 

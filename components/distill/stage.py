@@ -11,19 +11,21 @@ import pyarrow as pa
 from safetensors.torch import save_file
 
 from reflux.components import models, processes, progress, schemas
+from reflux.components.algorithms.k_norm_steps import finer_where_keys_are_long
 from reflux.components.algorithms.low_bit import Scheme, profiled_table
 from reflux.components.algorithms.policies import PositionTable
 from reflux.components.algorithms.schedules import Phase, capped, phase_at
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundles import latent, policy_table
 
-from . import parallel
+from . import parallel, warm_policy
 from .adapters import latent_weights
 from .config import DistillConfig
 from .dealing import Deck, RolloutBuffer
 from .engines import ENGINES, Rolling
 from .examples import Sequence, require_contract, require_usable, training_examples
 from .gpu_memory import gpu_memory
+from .key_norms import norms_of_keys
 from .memory import need_of, require_memory
 from .objective import DistillationLoss
 from .own_answers import answering
@@ -50,7 +52,7 @@ def run(
     examples, validation = _split(training_examples(traces, config.max_sequence_tokens), config.validation_traces)
 
     start = find_start(student.source("start_uri"), scheme_of(config)) if config.start_uri else None
-    policy = profiled(profile, scheme_of(config)) if start is None else start.policy()
+    policy = profiled(profile, scheme_of(config), config.k_norm_power) if start is None else start.policy()
     device = device_of(config)
     model = make_student(config, models.load_model(student_path), policy, start).to(device)
     teacher = models.load_model(student.source("teacher")).to(device)
@@ -69,6 +71,7 @@ def run(
 
         validate("validation_loss_before_nats", "before training")
         watched = train(trainer, validation, tokenizer, student, Path(scratch))
+        metrics |= warm_policy.settle(trainer)
         trainer.optimizer.state.clear()  # no step follows, and moments take as much as two students
         metrics["steps"] = float(trainer.step)
         validate("validation_loss_last_nats", "of the last weights")
@@ -88,12 +91,15 @@ def run(
     return metrics | {name: value for name, value in trainer.history[-1].values.items() if not name.endswith("_lr")}
 
 
-def profiled(profile: Artifact, scheme: Scheme) -> PositionTable | None:
-    """The table that profile_kv wrote, for the scheme's bits; None where the scheme needs none."""
+def profiled(profile: Artifact, scheme: Scheme, k_norm_power: float = 0.0) -> PositionTable | None:
+    """The table that profile_kv wrote, for the scheme's bits and finer where keys are long; None where the scheme needs
+    none.
+    """
     if not scheme.needs_policy:
         return None
     table = policy_table.decode(profile.file("policy_table.bin"))
-    return profiled_table(table, scheme, int(profile.config["activation_bits"]))
+    table = profiled_table(table, scheme, int(profile.config["activation_bits"]))
+    return finer_where_keys_are_long(table, *norms_of_keys(profile), k_norm_power) if k_norm_power else table
 
 
 def remarks(config: DistillConfig, *, has_policy: bool) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from reflux.components import processes
 from reflux.components.algorithms.low_bit import Scheme, apply_scheme
 from reflux.components.algorithms.policies import PositionTable
+from reflux.components.algorithms.policy_networks import attach
 from reflux.components.algorithms.recomputation import recompute_layers
 
 from .adapters import add_adapters
@@ -48,6 +49,8 @@ def make_student(config: DistillConfig, model: Any, policy: PositionTable | None
     apply_scheme(model, scheme_of(config), policy)
     if start is not None:
         start.load_into(model, base=type(model).__name__)
+    if config.policy != "lookup":
+        attach(model, config.policy, config.seed)
     if config.lora_rank:
         add_adapters(model, config)
     recompute_layers(model, config.activation_checkpointing)

@@ -24,7 +24,7 @@ from reflux.components.algorithms.schedules import Phase, has_settled, phase_at,
 from reflux.components.progress import MetricPoint
 from reflux.components.sequences import batched
 
-from . import parallel
+from . import parallel, warm_policy
 from .adapters import MARK
 from .config import DistillConfig
 from .dealing import Deck, RolloutBuffer, own_rollouts
@@ -60,7 +60,7 @@ class Trainer:
     ) -> None:
         self.config, self.phases, self.student, self.loss = config, phases, student, loss
         self.traces, self.deck, self.rollouts = traces, deck, rollouts
-        self.layers = decoder_layers(student)
+        self.layers, self.network = decoder_layers(student), warm_policy.network_of(student)
         self.policy = {"policy.log_main_SP": student.policy.log_main_SP} if student.policy is not None else {}
         named = {f"model.layers.{name}": p for name, p in self.layers.named_parameters()}
         self.clipping = {name: p for name, p in named.items() if name.endswith(".log_clip_OG")}
@@ -76,6 +76,7 @@ class Trainer:
             {"params": [p for p in masters.values() if p.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in masters.values() if p.ndim == 1], "weight_decay": 0.0},
             {"params": list(self.clipping.values()), "weight_decay": 0.0},
+            {"params": list(self.network.values()), "weight_decay": config.weight_decay},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, fused=not parallel.is_sharded(student))
         self.ema = Ema(self.local(), config.ema_decay)
@@ -90,7 +91,7 @@ class Trainer:
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """Every parameter that some phase may move, by name."""
-        return {**self.policy, **self.weights}
+        return {**self.policy, **self.network, **self.weights}
 
     def local(self) -> dict[str, torch.Tensor]:
         """The same, as far as this process holds them."""
@@ -102,6 +103,7 @@ class Trainer:
         """
         begin = time.monotonic()
         phase, step_in_phase = phase_at(self.phases, self.step)
+        settled = {} if phase.name == "warmup" else warm_policy.settle(self)
         self._prepare(phase, step_in_phase)
         sequences = self._sequences()
         tokens, taught = sum(s.scored for s in sequences), teacher_weight(phase, step_in_phase)
@@ -129,6 +131,7 @@ class Trainer:
             "scored_tokens": float(tokens),
             "student_lr": self.optimizer.param_groups[1]["lr"],
             "policy_lr": self.optimizer.param_groups[0]["lr"],
+            **settled,
             "teacher_weight": taught,
             **health,
             **observed.means(),
@@ -174,13 +177,16 @@ class Trainer:
         policy_moves = phase.policy_lr > 0 and step_in_phase % phase.policy_every == 0
         for p in self.policy.values():
             p.requires_grad_(policy_moves)
+        for p in self.network.values():
+            p.requires_grad_(True)
         self.layers.requires_grad_(False)
         first = 0 if phase.last_layers < 0 else len(self.layers) - phase.last_layers
         for name, p in self.weights.items():
             layer = int(name.split(".")[2])
             stands = name in self.clipping and not self.config.weight_clip_lr
             p.requires_grad_(layer >= first and phase.student_lr > 0 and not stands)
-        rates = (phase.policy_lr, phase.student_lr, phase.student_lr, self.config.weight_clip_lr)
+        config = self.config
+        rates = (phase.policy_lr, phase.student_lr, phase.student_lr, config.weight_clip_lr, config.policy_network_lr)
         for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = lr * factor
 
@@ -223,6 +229,8 @@ class Trainer:
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
+        if not self.network.keys() <= state["trained"].keys():
+            warm_policy.drop(self)
         for name, p in self.local().items():
             p.copy_(state["trained"][name])
         self.optimizer.load_state_dict(parallel.cut_state(state["optimizer"], self.optimizer))

@@ -7,7 +7,7 @@ from typing import Any
 
 from reflux.components import progress
 from reflux.components.algorithms.effective_bits import cost_of_activations, mean_over_weights
-from reflux.components.algorithms.low_bit import frozen_weights
+from reflux.components.algorithms.low_bit import bits_of_sites, frozen_weights
 from reflux.components.algorithms.output_head import output_head
 
 from .candidates import Candidate
@@ -37,7 +37,8 @@ def compare(
         progress.report(index, len(candidates), "schemes", candidate.name)
         model = candidate.load()
         with frozen_weights(model):
-            own = decisions(model, output_head(model), held, who=f"evaluate: {candidate.name}")
+            grids = bits_of_sites(model, candidate.scheme) if candidate.scheme.needs_policy else {}
+            own = decisions(model, output_head(model), held, who=f"evaluate: {candidate.name}", site_bits=grids)
             teacher = teacher or own
             full = own if candidate.role == "full" else full
             rows.append(_row(config, candidate, model, tokenizer, text, heldout, held, own, teacher, full))
@@ -74,5 +75,6 @@ def _row(
         effective_bits=mean_over_weights(model, costs).total,
         effective_bits_activation=cost_of_activations(model, candidate.scheme).total,
         quantizer_digest=candidate.digest,
+        outlier_capture=own.outlier_capture,
         position_errors=[] if full is None or candidate.scheme.rotates else position_errors(own, full, held),
     )

@@ -8,11 +8,12 @@ batch. Shapes: B batch, T tokens, D hidden, N decisions of a batch, L layers, W 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from reflux.components.algorithms.divergences import score_tokens
 from reflux.components.algorithms.draws import Sampling
 from reflux.components.algorithms.low_bit import decoder_layers
 from reflux.components.algorithms.not_finite import require_finite
+from reflux.components.algorithms.outlier_capture import watching_capture
 from reflux.components.algorithms.output_head import OutputHead, final_hidden_states
 from reflux.components.algorithms.rollouts import Request, rollout
 
@@ -49,6 +51,8 @@ class Decisions:
     """[N, D] final hidden states of every batch."""
     layer_outputs: list[Tensor]
     """[N, D] of every layer, first batch only."""
+    outlier_capture: float | None
+    """Share of true outliers on the outlier grid, first batch only; None without two grids."""
 
 
 @torch.no_grad()
@@ -72,18 +76,34 @@ def text_nats(
 
 
 @torch.no_grad()
-def decisions(model: Any, head: OutputHead, batches: list[Batch], *, who: str = "evaluate") -> Decisions:
-    """One forward over the held-out traces. ValueError as in `text_nats`."""
+def decisions(
+    model: Any,
+    head: OutputHead,
+    batches: list[Batch],
+    *,
+    who: str = "evaluate",
+    site_bits: Mapping[str, int] = MappingProxyType({}),
+) -> Decisions:
+    """One forward over the held-out traces; `site_bits` are those of sites with two grids. ValueError as in
+    `text_nats`.
+    """
     hidden: list[Tensor] = []
     layers: list[Tensor] = []
+    captured: list[Tensor] = []
     for index, batch in enumerate(batches):
         forward = partial(final_hidden_states, model, batch.input_BT, batch.mask_BT, batch.position_BT)
-        with _layer_outputs(model, batch.decision_BT, layers if index == 0 else None):
+        watching: AbstractContextManager[list[Tensor]] = nullcontext(captured)
+        if site_bits and index == 0:
+            row_N, column_N = batch.decision_BT.nonzero().unbind(-1)
+            watching = watching_capture(model, site_bits, row_N, column_N)
+        with _layer_outputs(model, batch.decision_BT, layers if index == 0 else None), watching as found:
             hidden_BTD = forward()
+        captured = found
         names = [f"trace {trace.trace_id}" for trace in batch.traces]
         hidden.append(hidden_BTD[batch.decision_BT])
         require_finite(hidden[-1], who, names, model, forward, batch.mask_BT)
-    return Decisions(head=head, hidden=hidden, layer_outputs=layers)
+    capture = torch.cat(captured).mean().item() if captured else None
+    return Decisions(head=head, hidden=hidden, layer_outputs=layers, outlier_capture=capture)
 
 
 @torch.no_grad()

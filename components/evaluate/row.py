@@ -35,6 +35,8 @@ class Row:
     effective_bits: float
     effective_bits_activation: float
     quantizer_digest: str
+    outlier_capture: float | None = None
+    """Mean over sites and decisions of the first batch; None without two grids."""
     position_errors: list[PositionError] = field(default_factory=list)
     """Empty for a teacher of another width, and for a rotated model, whose head reads another basis."""
 

@@ -12,6 +12,7 @@ import torch
 from reflux.components import models, profile_schemas, progress
 from reflux.components.algorithms.low_bit import decoder_layers, site_modules, watching_sites
 from reflux.components.algorithms.not_finite import require_finite
+from reflux.components.algorithms.policies import knots_of
 from reflux.components.algorithms.rollouts import cache_argument
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundles import policy_table
@@ -81,7 +82,7 @@ def _forwards(
     """Read every sequence once; the last are each one's [N, 2] features of compute power."""
     sequences = [_token_ids(row) for row in rows]
     names = [f"trace {row['trace_id']}" for row in rows]
-    watch = ActivationWatch(config.sample_tokens, len(sequences), config.seed)
+    watch = ActivationWatch(config.sample_tokens, len(sequences), config.seed, knots_of(config.knots_per_doubling))
     norms = KNorms(len(decoder_layers(model)), max(map(len, sequences)))
     power_watch, features = PowerWatch(model, config.power_attention_layers), []
     with torch.no_grad(), watching_sites(model, watch.see), power_watch.watching():

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from reflux.components.algorithms.effective_bits import costs_of_weights
-from reflux.components.algorithms.low_bit import SITES, Scheme, apply_scheme, frozen_weights, site_modules
+from reflux.components.algorithms.low_bit import (
+    SITES,
+    Scheme,
+    apply_scheme,
+    bits_of_sites,
+    frozen_weights,
+    site_modules,
+    watching_sites,
+)
+from reflux.components.algorithms.outlier_capture import captured
 from reflux.components.algorithms.output_head import output_head
 from reflux.components.algorithms.policies import KNOTS, PositionTable
 from reflux.components.evaluate.footprint import deployed_bytes
@@ -111,6 +120,22 @@ def test_quantisation_shows_in_divergence_and_grows_from_layer_to_layer(tiny_mod
     first, second = layer_errors(own, reference)
     assert 0 < first < second
     assert all(0 < score.jsd_bits < score.tokens for score in trace_scores(held, own, reference, 259))
+
+
+def test_caught_outliers_are_those_of_the_decisions_of_the_first_batch(tiny_model: Path, traces: list[Trace]):
+    held, model = batches(traces, 3, pad_token_id=0), low_bit(tiny_model)
+    head, bits = output_head(model), bits_of_sites(model, DUAL)
+    entered: list[torch.Tensor] = []
+    with watching_sites(model, lambda site, x_BTD: entered.append(x_BTD[held[0].decision_BT])):
+        own = decisions(model, head, held[:1], site_bits=bits)
+    main_N1 = torch.full((len(entered[0]), 1), 0.2)
+    expected = torch.stack([captured(x_ND, main_N1, 4) for x_ND in entered])
+    assert len(entered) == 8
+    assert own.outlier_capture == pytest.approx(expected.mean().item())
+    assert 0.01 < expected.mean() < 1
+    whole = decisions(model, head, held, site_bits=bits)
+    assert whole.outlier_capture == pytest.approx(own.outlier_capture)
+    assert decisions(model, head, held).outlier_capture is None
 
 
 def test_latency_times_the_tokens_asked_for_and_goes_on_past_eos(tiny_model: Path):

@@ -43,6 +43,7 @@ def row(scheme: str, role: str, nats_text: float, nats_heldout: float, jsd_bits:
         effective_bits=4.25,
         effective_bits_activation=5.0,
         quantizer_digest="d" * 64,
+        outlier_capture=0.75,
     )
 
 
@@ -127,6 +128,7 @@ def test_metrics_json_holds_what_the_command_line_prints():
         "effective_bits_activation": 5.0,
         "memory_bytes": 123_456_789,
         "quantizer_digest": "d" * 64,
+        "outlier_capture": 0.75,
         "latency_p50_ms": 2.5,
         "latency_p95_ms": pytest.approx(3.85),
         "latency_of": "simulated",
