@@ -59,7 +59,7 @@ class DistillConfig:
     """Tokens between two looks at the weights."""
     verified_task: str = later("addition")
     """Of verifier: the task of distill/verified_tasks.py that its rollouts answer, instead of the traces' prompts."""
-    verified_problems: int = later(512)
+    verified_problems: int = later(64)
     """Different problems of that task."""
     group_answers: int = later(4)
     """Of verifier: answers to one problem that are compared with each other; must divide rollout_batch."""

@@ -46,22 +46,20 @@ def test_a_sum_is_right_or_wrong() -> None:
             assert not problem.right(answer), answer
 
 
-def test_a_format_is_kept_or_not() -> None:
-    for problem in problems("repetition", 3, 40):
-        found = re.search(r'"(\w+)" (\d) times', problem.prompt)
-        assert found
-        word, times = found[1], int(found[2])
-        right = ", ".join([word] * times)
-        assert problem.right(right)
-        assert problem.right(f" {right.capitalize()}.\n")
-        for answer in (word, f"{right}, {word}", right.replace(", ", " "), f"Sure! {right}", ""):
+def test_a_number_is_even_or_not_and_the_word_for_it_comes_first() -> None:
+    for problem in problems("parity", 3, 40):
+        (number,) = map(int, re.findall(r"\d+", problem.prompt))
+        word, other = ("Yes", "No") if number % 2 == 0 else ("No", "Yes")
+        for answer in (word, f" {word.lower()}.", f"{word}, {number} is", f"**{word}**"):
+            assert problem.right(answer), answer
+        for answer in (other, "", f"Well, {word}", f"{number}", f"{other}. {word}.", f"{word}thing"):
             assert not problem.right(answer), answer
 
 
 @pytest.mark.parametrize(
     ("task", "count", "message"),
-    [("sums", 1, "verified_task 'sums': allowed are addition, repetition"),
-     ("repetition", 1000, "verified_problems 1000: the task repetition has fewer, about 80")],
+    [("sums", 1, "verified_task 'sums': allowed are addition, parity"),
+     ("addition", 1000, "verified_problems 1000: the task addition has fewer, about 81")],
 )  # fmt: skip
 def test_what_a_task_does_not_have_is_refused(task: str, count: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -126,7 +124,7 @@ def test_rollouts_answer_the_task_and_a_checkpoint_keeps_their_advantages(chain:
         ({"group_answers": 1}, "group_answers 1: an answer is compared with one other"),
         ({"group_answers": 3}, "rollout_batch 8: must be a multiple of group_answers, 3"),
         ({"objective": "verifier + sharpening"}, "sharpening weighs its answers, which verifier takes as drawn"),
-        ({"verified_task": "sums"}, "verified_task 'sums': allowed are addition, repetition"),
+        ({"verified_task": "sums"}, "verified_task 'sums': allowed are addition, parity"),
         ({"trace_objective": "verifier"}, "trace_objective: verifier needs rollouts"),
     ],
 )
