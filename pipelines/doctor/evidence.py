@@ -61,7 +61,7 @@ class Evidence:
         """The table before training; None where the scheme needs none."""
         if "start_uri" in self.given:
             return find_start(self.given["start_uri"].path, scheme_of(self.config)).policy()
-        return profiled(self.artifact("profile_kv"), scheme_of(self.config))
+        return profiled(self.artifact("profile_kv"), scheme_of(self.config), self.config.k_norm_power)
 
     @property
     def steps(self) -> list[dict[str, float]]:
@@ -93,6 +93,7 @@ def gather(record: RunRecord, store: Store, folder: Path) -> Evidence:
 
 
 def _finished(evidence: Evidence, student: Artifact, folder: Path) -> Evidence:
+    """From the student, in which adapters are merged into weights and a policy network into the table."""
     steps: dict[int, dict[str, float]] = {}
     for row in student.table("training", ["step", "metric", "value"]).to_pylist():
         steps.setdefault(row["step"], {})[row["metric"]] = row["value"]
@@ -100,7 +101,7 @@ def _finished(evidence: Evidence, student: Artifact, folder: Path) -> Evidence:
     needs = scheme_of(evidence.config).needs_policy
     return replace(
         evidence,
-        config=replace(evidence.config, lora_rank=0, lora_targets=[], lora_rank_stabilised=False),  # merged by now
+        config=replace(evidence.config, lora_rank=0, lora_targets=[], lora_rank_stabilised=False, policy="lookup"),
         history=[values for _, values in sorted(steps.items())],
         weights=load_file(folder / "latent.safetensors"),
         table=policy_table.decode(student.file("policy_table.bin")) if needs else None,
@@ -108,7 +109,9 @@ def _finished(evidence: Evidence, student: Artifact, folder: Path) -> Evidence:
 
 
 def _stopped(evidence: Evidence, store: Store, folder: Path) -> Evidence:
-    """From the last checkpoint, which lies under the key that the artifact would have had."""
+    """From the last checkpoint, which lies under the key that the artifact would have had. A policy network is gone
+    once the table has become what it knew.
+    """
     config = evidence.config
     key = Writer(
         store,
@@ -131,8 +134,10 @@ def _stopped(evidence: Evidence, store: Store, folder: Path) -> Evidence:
     if table is not None:
         with torch.no_grad():
             table.log_main_SP.copy_(state["trained"]["policy.log_main_SP"])
+    reads = any(name.startswith("policy_network.") for name in state["trained"])
     return replace(
         evidence,
+        config=evidence.config if reads else replace(evidence.config, policy="lookup"),
         history=[values for _, _, values in state["history"]],
         weights={name: value for name, value in state["trained"].items() if not name.startswith("policy.")},
         table=table,

@@ -14,7 +14,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import socket
 import subprocess
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ import pytest
 import torch
 from tiny_bundle import write_tiny_bundle
 from tiny_model import save_tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reflux.components.algorithms.low_bit import full_precision_activations
 from reflux.components.bundles.bundle import load_bundle
@@ -59,14 +64,20 @@ pytestmark = [
 ]
 
 
-def served(folder: Path, dtype: str, method: str = "reflux", vocabulary: int = 259) -> subprocess.CompletedProcess[str]:
-    generator = torch.Generator().manual_seed(1)
-    asked = [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in PROMPT_TOKENS]
-    environment = {
+def environment_of(folder: Path) -> dict[str, str]:
+    return {
         "PATH": "/usr/bin:/bin", "HOME": os.environ["HOME"], "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(folder / "runtime"),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder / "runtime"),
     }  # fmt: skip
+
+
+def served(
+    folder: Path, dtype: str, method: str = "reflux", asked: list[list[int]] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """vLLM's answers to `asked`, token ids of prompts; to some at random if there are none."""
+    generator = torch.Generator().manual_seed(1)
+    asked = asked or [torch.randint(3, 259, (n,), generator=generator).tolist() for n in PROMPT_TOKENS]
+    environment = environment_of(folder) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     command = [VLLM, "-c", PROGRAM, str(folder), json.dumps(asked), dtype, method, str(NEW_TOKENS)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1100)
 
@@ -132,6 +143,50 @@ def test_packed_weights_run_on_vllms_kernel(model: Path, tmp_path: Path, options
     assert found["own"] < 1.5 * usual
 
 
+def test_the_server_answers_as_a_deployer_starts_it(model: Path, tmp_path: Path) -> None:
+    """In processes of its own, which get the plugin and the table as well."""
+    folder, ids = write_tiny_bundle(tmp_path / "bundle", model, weight_bits=16), [5, 40, 9, 77, 30, 120]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--quantization", "reflux",
+        "--enforce-eager", "--max-model-len", "256", "--dtype", "float32", "--port", str(port),
+    ]  # fmt: skip
+    body = {"model": str(folder), "prompt": ids, "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    body |= {"echo": True, "return_token_ids": True, "ignore_eos": True}
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            command, env=environment_of(folder), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        while server.poll() is None and not is_up(port):
+            time.sleep(1)
+        assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            (choice,) = json.load(response)["choices"]
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(timeout=60)
+    found = differences(
+        folder, [{"ids": [*ids, *choice["token_ids"]], "logprobs": choice["logprobs"]["token_logprobs"][1:]}]
+    )
+    shown("a server, W16A4 dual, float32", found)
+    assert found["own"] < 1e-2 < found["weights only"]
+
+
+def is_up(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
 def test_without_the_option_vllm_serves_the_weights_alone(model: Path, tmp_path: Path) -> None:
     folder = write_tiny_bundle(tmp_path / "bundle", model)
     found = differences(folder, told(served(folder, "bfloat16", method="")))
@@ -150,13 +205,13 @@ def test_no_bundle_is_refused(model: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(not BUNDLE, reason="REFLUX_BUNDLE names none")
 def test_a_real_bundle() -> None:
     """A whole W4A4 model repeats its perplexity and not its logits (docs/low-bit.md), so means are compared."""
-    folder = Path(BUNDLE)
-    answers = told(served(folder, "bfloat16", vocabulary=40_000))
-    shown("real bundle, bfloat16", differences(folder, answers))
-    model, ours, theirs = load_bundle(folder), [], []
-    for answer in answers:
-        ours.append(logprobs(model, answer["ids"]))
-        theirs.append(torch.tensor(answer["logprobs"]))
-    ours_nats, theirs_nats = -torch.cat(ours).mean().item(), -torch.cat(theirs).mean().item()
-    print(f"nats per token: {ours_nats:.3f} by the bundle's own forward, {theirs_nats:.3f} by vLLM")
-    assert abs(ours_nats - theirs_nats) < 0.05 * ours_nats
+    folder, path = Path(BUNDLE), Path(torch.nn.functional.__file__)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [part for part in re.findall(r'"""(.+?)"""', path.read_text(), re.DOTALL) if len(part) > 400][:8]
+    told_of = told(served(folder, "bfloat16", asked=[tokenizer(text)["input_ids"][:96] for text in texts]))
+    shown("real bundle, bfloat16", differences(folder, told_of))
+    model = load_bundle(folder)
+    ours = -torch.cat([logprobs(model, answer["ids"]) for answer in told_of]).mean().item()
+    theirs = -torch.tensor([value for answer in told_of for value in answer["logprobs"]]).mean().item()
+    print(f"nats per token: {ours:.3f} by the bundle's own forward, {theirs:.3f} by vLLM")
+    assert abs(ours - theirs) < 0.05 * ours
