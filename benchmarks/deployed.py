@@ -57,7 +57,9 @@ def measured(form: str, bundle: Path, base: Path, tokens: int, window_tokens: in
     import torch
 
     from reflux.components.algorithms.output_head import output_head
-    from reflux.components.evaluate.footprint import held_bytes
+    from reflux.components.bundles.bundle import read_scheme
+    from reflux.components.evaluate.candidates import UNQUANTISED
+    from reflux.components.evaluate.footprint import cache_bytes, held_bytes
     from reflux.components.evaluate.measure import decode_times_ms, text_nats
     from reflux.components.evaluate.text import evaluation_text
     from reflux.components.models import load_tokenizer
@@ -69,16 +71,14 @@ def measured(form: str, bundle: Path, base: Path, tokens: int, window_tokens: in
     ctypes.CDLL(None).malloc_trim(0)  # what loading took and gave back
     status = Path("/proc/self/status").read_text()
     resident = int(status.split("VmRSS:")[1].split()[0]) * 1024
-    config = model.config
-    channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * channels * CACHE_TOKENS * model.dtype.itemsize
+    scheme = UNQUANTISED if form == "fp32" else read_scheme(bundle)
     begin = time.perf_counter()
     nats = sum(text_nats(model, output_head(model), text.window_WT, len(tokenizer)))
     return {
         "decode_ms_p50": times[len(times) // 2],
         "window_s": time.perf_counter() - begin,
         "held_bytes": held_bytes(model),
-        "kv_bytes": kv,
+        "kv_bytes": cache_bytes(model, scheme, CACHE_TOKENS),
         "resident_bytes": resident,
         "perplexity": float(torch.tensor(nats / text.scored_tokens).exp()),
     }

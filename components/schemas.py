@@ -246,6 +246,7 @@ SCORES = pa.schema(
         column("effective_bits", pa.float64(), "bits per quantised weight, scales and zero points included"),
         column("effective_bits_activation", pa.float64(), "bits per quantised activation, flags and scales included"),
         column("memory_bytes", pa.int64(), "bytes of the parameters in the form that would be deployed"),
+        column("kv_cache_bytes", pa.int64(), "bytes of cached keys and values of a window of the text, so deployed"),
         column("quantizer_digest", pa.string(), "sha256 of the scheme's quantiser configuration"),
         column(
             "outlier_capture",

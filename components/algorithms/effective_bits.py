@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .kv_forms import FULL_CACHE, KV_FORMS
 from .layer_bits import FULL_PRECISION, SITES, stored_bits
 from .low_bit import Scheme, bits_of_sites, bits_of_weights, decoder_layers
 
@@ -54,6 +55,26 @@ def activation_cost(activation: str, bits: int, channels: int) -> Bits:
     if bits >= FULL_PRECISION:
         return UNQUANTISED
     return Bits(code=bits, flag=FLAG_BITS[activation], scale=SCALE_BITS / channels)
+
+
+def cache_cost(kv_cache: str, channels: int) -> Bits:
+    """Of a cached number, the mean of keys and values, in a head of `channels`; of a form with a window, behind it.
+
+    Grids with a zero point have it in float16, as their scale.
+    """
+    if kv_cache == FULL_CACHE:
+        return UNQUANTISED
+    form = KV_FORMS[kv_cache]
+    if not form.group:
+        return Bits(code=form.bits, scale=SCALE_BITS / channels)
+    share = SCALE_BITS * (1 / form.group + 1 / form.value_group(channels)) / 2
+    return Bits(code=form.bits, scale=share, zero_point=share)
+
+
+def head_channels(model: Any) -> int:
+    """Channels of an attention head's key."""
+    config = model.config
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def costs_of_weights(model: Any, scheme: Scheme) -> dict[str, Bits]:

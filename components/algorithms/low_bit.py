@@ -18,9 +18,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from .hadamard import NO_ROTATION, check_rotation, rotate, turn_down_inputs
+from .kv_cache import round_cache
+from .kv_forms import FULL_CACHE, check_kv_cache
 from .layer_bits import FULL_PRECISION, SITES, TERNARY, bits_of, concern_sites, parsed, require_used
 from .policies import PositionTable
 from .quantizers import QUANTIZERS, check_group_size, fake_quantize_weight, require_grid, zero_points
+from .rope_tables import check_rope_bits, round_rope
 
 FIRST_FIELDS = ("weight_bits", "group_size", "activation_bits", "activation")
 """Of a scheme; the others came later."""
@@ -38,6 +42,12 @@ class Scheme:
     """Layers and sites of other bits, as layer_bits.py reads them."""
     zero_points: bool = False
     """Whether a group of weights has a zero point, so that its grid spans its smallest to its largest weight."""
+    kv_cache: str = FULL_CACHE
+    """Form in which keys and values are cached, one of kv_forms.KV_FORMS."""
+    rope_bits: int = FULL_PRECISION
+    """Bits of the rotary tables, 8 or not rounded."""
+    rotation: str = NO_ROTATION
+    """Whether the model is turned by a Hadamard matrix before its weights are rounded (hadamard.py)."""
 
     def __post_init__(self) -> None:
         if self.activation not in QUANTIZERS:
@@ -51,6 +61,14 @@ class Scheme:
             raise ValueError(f"group_size {self.group_size}: must be at least 1")
         for exception in self.exceptions:
             parsed(exception)
+        check_kv_cache(self.kv_cache)
+        check_rope_bits(self.rope_bits)
+        check_rotation(self.rotation)
+        if self.rotates and self.needs_policy:
+            raise ValueError(
+                f"rotation {self.rotation!r}: activation 'dual' takes its scales from a table that was profiled before "
+                "any rotation; take 'plain'"
+            )
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
@@ -77,7 +95,13 @@ class Scheme:
         exceptions = self.exceptions
         if concern_sites(exceptions):
             exceptions = (*exceptions, *(f"{site}={FULL_PRECISION}" for site in SITES))
-        return replace(self, activation_bits=FULL_PRECISION, exceptions=exceptions)
+        return replace(
+            self,
+            activation_bits=FULL_PRECISION,
+            exceptions=exceptions,
+            kv_cache=FULL_CACHE,
+            rope_bits=FULL_PRECISION,
+        )
 
     def has_zero_points(self, bits: int) -> bool:
         """Whether weights of so many bits have them: a ternary grid is symmetric in any scheme."""
@@ -86,6 +110,10 @@ class Scheme:
     @property
     def needs_policy(self) -> bool:
         return self.quantizes_activations and self.activation == "dual"
+
+    @property
+    def rotates(self) -> bool:
+        return self.rotation != NO_ROTATION
 
     def digest(self) -> str:
         """sha256 of the configuration."""
@@ -166,7 +194,7 @@ def require_fitting(model: Any, scheme: Scheme) -> None:
 
 def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None, *, on_the_grid: bool = False) -> Any:
     """Quantise `model` in place and return it. The policy becomes `model.policy`, so that its parameters travel with
-    the model. `on_the_grid`: its weights are rounded already, and only activations are.
+    the model. `on_the_grid`: its weights are turned and rounded already, and only activations are.
 
     ValueError, and an unchanged model, if the scheme needs a policy and has none, the policy does not know a site of
     the model, a layer does not divide into groups or has weights that no grid holds, or an exception fits no layer.
@@ -183,10 +211,15 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
         linears: dict[str, Any] = {name: layers.get_submodule(name.removeprefix("layers.")) for name in rounded}
         for name, linear in linears.items():
             require_grid(linear.weight, rounded[name], scheme.group_size, name, scheme.has_zero_points(rounded[name]))
+        if scheme.rotates:
+            rotate(model)
         for name, linear in linears.items():
             low_bit = LowBitLinear(linear, rounded[name], scheme.group_size, scheme.has_zero_points(rounded[name]))
             layers.set_submodule(name.removeprefix("layers."), low_bit)
     model.policy, model.rounds_activations = policy, True
+    if scheme.rotates:
+        turn_down_inputs(model, layers)
+    round_attention(model, scheme)
     if scheme.quantizes_activations:
         model.model.register_forward_pre_hook(look_up_scales(policy), with_kwargs=True)
         for site, module in site_modules(model).items():
@@ -194,6 +227,15 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
                 rounding = _Rounding(model, site, of_sites[site], scheme.activation)
                 module.register_forward_pre_hook(rounding, with_kwargs=True)
     return model
+
+
+def round_attention(model: Any, scheme: Scheme) -> None:
+    """Give `model` the scheme's cache and rotary tables, in effect wherever it rounds activations."""
+    if scheme.kv_cache != FULL_CACHE:
+        attentions = [layer.get_submodule("self_attn") for layer in decoder_layers(model)]
+        round_cache(model, attentions, scheme.kv_cache)
+    if scheme.rope_bits < FULL_PRECISION:
+        round_rope(model, scheme.rope_bits)
 
 
 def profiled_table(table: PositionTable, scheme: Scheme, chosen_for: int) -> PositionTable:
@@ -261,7 +303,7 @@ def look_up_scales(policy: PositionTable | None) -> Any:
 
 @contextmanager
 def full_precision_activations(model: Any) -> Iterator[None]:
-    """Within the block activations are not rounded: the W4A16 path of the same weights."""
+    """Within the block activations are not rounded, nor cache and rotary tables: the W4A16 path of the same weights."""
     before, model.rounds_activations = model.rounds_activations, False
     try:
         yield

@@ -28,7 +28,7 @@ from reflux.components.algorithms.cpu_kernels import (
     use_int4_kernels,
     use_integer_kernels,
 )
-from reflux.components.algorithms.low_bit import apply_scheme
+from reflux.components.algorithms.low_bit import apply_scheme, round_attention
 from reflux.components.bundles import policy_table
 from reflux.components.bundles.bundle import dequantized, read_quant_config, read_scheme
 from reflux.components.bundles.bundle_digests import require_intact
@@ -58,6 +58,8 @@ def require_kernels(folder: Path) -> None:
     config, scheme = read_quant_config(folder), read_scheme(folder)
     if not config["weights"]:
         raise ValueError(f"{folder}: its weights are in full precision, which no low-bit kernel multiplies")
+    if scheme.rotates:
+        raise ValueError(f"{folder}: turns what enters down_proj, which no low-bit kernel does")
     bits = max(entry["bits"] for entry in config["weights"].values())
     if not scheme.quantizes_activations and (bits > INT4_BITS or scheme.group_size not in INT4_GROUPS):
         raise ValueError(
@@ -121,6 +123,7 @@ def _deployed(model: Any, folder: Path, file: Any) -> Any:
     require_kernels(folder)
     config, scheme = read_quant_config(folder), read_scheme(folder)
     weights = {name: coded_linear(file, name, entry) for name, entry in config["weights"].items()}
+    round_attention(model, scheme)
     if not scheme.quantizes_activations:
         return use_int4_kernels(model, weights, model.dtype)
     site_bits = {site: entry["bits"] for site, entry in config["activations"].items()}

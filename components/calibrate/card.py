@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from reflux.components.algorithms.effective_bits import UNQUANTISED, cost_of_activations, cost_of_weights
+from reflux.components.algorithms.effective_bits import (
+    UNQUANTISED,
+    cache_cost,
+    cost_of_activations,
+    cost_of_weights,
+    head_channels,
+)
+from reflux.components.algorithms.kv_forms import FULL_CACHE
 from reflux.components.algorithms.layer_bits import FULL_PRECISION
 from reflux.components.algorithms.low_bit import Scheme
 
@@ -22,7 +29,8 @@ A low-bit student, distilled on its own rollouts by reflux and exported with the
 | weights | {weights} |
 | activations | {activations} |
 | layers of other bits | {exceptions} |
-| embedding, norms, lm_head | full precision, unchanged |
+| KV cache, rotary tables | {cache}, {rope} |
+| embedding, norms, lm_head | full precision, {rest} |
 | parents | {parents} |
 
 ## Use
@@ -64,6 +72,9 @@ def model_card(name: str, model: Any, scheme: Scheme, parents: dict[str, str]) -
             f"{scheme.group_size}: "
             f"effective bits per weight {of_weights}"
         )
+    cache = "full precision"
+    if scheme.kv_cache != FULL_CACHE:
+        cache = f"{scheme.kv_cache}: effective bits per value {cache_cost(scheme.kv_cache, head_channels(model))}"
     if of_activations != UNQUANTISED:
         activations = f"{scheme.activation_bits} bits, {scheme.activation}: effective bits per value {of_activations}"
     return CARD.format(
@@ -72,6 +83,9 @@ def model_card(name: str, model: Any, scheme: Scheme, parents: dict[str, str]) -
         weight_only=f"W{scheme.weight_bits}A{FULL_PRECISION}",
         weights=weights,
         activations=activations,
+        cache=cache,
+        rope="full precision" if scheme.rope_bits >= FULL_PRECISION else f"{scheme.rope_bits} bits",
+        rest="turned by a Hadamard matrix, as all weights are" if scheme.rotates else "unchanged",
         exceptions=", ".join(f"`{exception}`" for exception in scheme.exceptions) or "none",
         parents=", ".join(f"{parent} `{digest}`" for parent, digest in sorted(parents.items())),
     )

@@ -16,6 +16,7 @@ from reflux.components.algorithms.low_bit import Scheme
 from reflux.components.bundles import policy_table
 from reflux.components.bundles.bundle import compressed_tensors_config, deployed_state, quant_config, quantized_bits
 from reflux.components.bundles.bundle_digests import digests
+from reflux.components.bundles.transformers_bundle import METHOD
 
 RUNTIME = (
     "components/__init__.py",
@@ -28,10 +29,15 @@ RUNTIME = (
     "components/bundles/transformers_bundle.py",
     "components/algorithms/__init__.py",
     "components/algorithms/cpu_kernels.py",
+    "components/algorithms/hadamard.py",
+    "components/algorithms/kv_cache.py",
+    "components/algorithms/kv_forms.py",
     "components/algorithms/layer_bits.py",
     "components/algorithms/low_bit.py",
     "components/algorithms/policies.py",
     "components/algorithms/quantizers.py",
+    "components/algorithms/rope_tables.py",
+    "components/algorithms/slot_cache.py",
     "kernels/__init__.py",
     "kernels/dual_scale_quant/__init__.py",
     "kernels/dual_scale_quant/kernel.py",
@@ -67,7 +73,10 @@ def write_bundle(
     student.config.save_pretrained(folder)
     if quantized_bits(student, scheme):
         config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"] = compressed_tensors_config(student, scheme)
+        # a runtime that does not know reflux would not turn the inputs of down_proj, and compute something else
+        config["quantization_config"] = (
+            {"quant_method": METHOD} if scheme.rotates else compressed_tensors_config(student, scheme)
+        )
         (folder / "config.json").write_text(_json(config))
     # not save_pretrained, which refuses what some published models have: a temperature beside do_sample false
     (folder / "generation_config.json").write_text(student.generation_config.to_json_string() + "\n")

@@ -88,6 +88,14 @@ class DistillConfig:
     what enters (the sites attn_in, o_in, mlp_in, down_in), layers.0.*=8 for both in a layer. The last one that fits
     counts.
     """
+    kv_cache: str = later("full", ("full", "int8", "int4", "kivi4", "kivi2"))
+    """Form of cached keys and values, which training sees too: full precision; int8 or int4 with a scale for each token
+    and head; KIVI's grids of 4 or 2 bits, keys by channel and values by token, the newest tokens in full precision.
+    """
+    rope_bits: int = later(16)
+    """Bits of the rotary tables: 8, or 16 for tables that are not rounded."""
+    rotation: str = later("none", ("none", "hadamard"))
+    """hadamard: the student is turned before its weights are rounded, so that outliers spread; activation is plain."""
 
     policy: str = later("lookup", ("lookup", "mlp", "attention"))
     """Who says what an activation's main scale is: lookup, the position table; mlp or attention, in the warm-up also a

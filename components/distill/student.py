@@ -36,9 +36,17 @@ def scheme_of(config: DistillConfig) -> Scheme:
         activation_bits=config.activation_bits,
         activation=config.activation,
         exceptions=tuple(config.exceptions),
+        kv_cache=config.kv_cache,
+        rope_bits=config.rope_bits,
+        rotation=config.rotation,
     )
     if config.rollout_engine == "vllm" and scheme.quantizes_activations:
         raise ValueError(f"exceptions {config.exceptions}: vLLM, the rollout_engine, does not round activations")
+    if config.rollout_engine == "vllm" and (scheme.weights_only() != scheme or scheme.rotates):
+        raise ValueError(
+            f"kv_cache {scheme.kv_cache!r}, rope_bits {scheme.rope_bits}, rotation {scheme.rotation!r}: vLLM, the "
+            "rollout_engine, rounds weights alone and turns nothing; take 'local'"
+        )
     return scheme
 
 

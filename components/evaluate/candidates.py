@@ -54,7 +54,13 @@ class Candidate:
 
 
 def candidates(
-    *, teacher: Path | None, student: Path, bundle: Path, scheme: Scheme, policy: PositionTable
+    *,
+    teacher: Path | None,
+    student: Path,
+    bundle: Path,
+    scheme: Scheme,
+    policy: PositionTable,
+    rotated: bool = False,
 ) -> list[Candidate]:
     """In the order of the table. `scheme` is the bundle's; `policy` is the table from before training.
 
@@ -75,6 +81,8 @@ def candidates(
     baselines = [baseline("weights_only", scheme.weights_only())]
     if scheme.quantizes_activations:
         baselines.append(baseline("plain", replace(scheme, activation="plain")))
+    if rotated:
+        baselines.append(baseline("rotated", replace(scheme, activation="plain", rotation="hadamard")))
     others = [] if teacher is None else [teacher]
     return [
         *(replace(full, name="teacher", role="teacher", load=partial(load_model, path)) for path in others),
@@ -131,6 +139,8 @@ def lacks_kernels(bundle: Path) -> str | None:
 
 
 def scheme_name(scheme: Scheme) -> str:
-    """w4a16_rtn (round to nearest), w4a4_plain, w4a4_dual."""
+    """w4a16_rtn (round to nearest), w4a4_plain, w4a4_dual, w4a4_hadamard."""
     bits = f"w{scheme.weight_bits}a{scheme.activation_bits}"
+    if scheme.rotates:
+        return f"{bits}_{scheme.rotation}"
     return f"{bits}_{scheme.activation}" if scheme.quantizes_activations else f"{bits}_rtn"

@@ -12,7 +12,7 @@ from reflux.components.algorithms.output_head import output_head
 
 from .candidates import Candidate
 from .config import EvaluateConfig
-from .footprint import deployed_bytes, held_bytes
+from .footprint import cache_bytes, deployed_bytes, held_bytes
 from .heldout import Batch, Trace, batches
 from .measure import Decisions, decisions, decode_times_ms, generate, layer_errors, pad_token, text_nats, trace_scores
 from .position_errors import position_errors
@@ -72,6 +72,7 @@ def _row(
         decode_ms=decode_times_ms(model, tokenizer, heldout[0].prompt_token_ids, config.latency_tokens),
         latency_of=candidate.latency_of,
         memory_bytes=held_bytes(model) if candidate.on_kernels else deployed_bytes(model, costs, candidate.scheme),
+        kv_cache_bytes=cache_bytes(model, candidate.scheme, config.window_tokens),
         effective_bits=mean_over_weights(model, costs).total,
         effective_bits_activation=cost_of_activations(model, candidate.scheme).total,
         quantizer_digest=candidate.digest,

@@ -6,10 +6,10 @@ import math
 import re
 from dataclasses import dataclass
 
-from reflux.components.declare import setting, source
+from reflux.components.declare import later, setting, source
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,99}")  # what MLflow's registry and a store can both have as a name
-STAGE_VERSION = "5"
+STAGE_VERSION = "6"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,10 @@ class EvaluateConfig:
     low_bit_kernels: bool = False
     """Whether the bundle has a second row, computed by low-bit kernels: its latency and memory are then measured. Takes
     a third longer, and is refused for a scheme that has no kernel."""
+    rotated_baseline: bool = later(False)
+    """Whether there is a row w4a4_hadamard: the untrained base, turned by a Hadamard matrix before it is rounded, with
+    plain activations.
+    """
     seed: int = 0
     """Of the bootstrap intervals; everything else is deterministic."""
 

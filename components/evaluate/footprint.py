@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from reflux.components.algorithms.effective_bits import Bits
+from reflux.components.algorithms.effective_bits import Bits, cache_cost, head_channels
+from reflux.components.algorithms.kv_forms import FULL_CACHE, KV_FORMS
 from reflux.components.algorithms.low_bit import Scheme
 from reflux.components.bundles.bundle import held_elsewhere
 
@@ -26,6 +27,20 @@ def deployed_bytes(model: Any, costs: dict[str, Bits], scheme: Scheme) -> int:
             bits += 8 * p.numel() * p.element_size()
     table = model.policy.scales().numel() * TABLE_VALUE_BYTES if scheme.needs_policy else 0
     return round(bits / 8) + table
+
+
+def cache_bytes(model: Any, scheme: Scheme, tokens: int) -> int:
+    """Keys and values of one sequence in the scheme's cache, those in a window of full precision in the model's own
+    type.
+    """
+    config, channels = model.config, head_channels(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    full = 8 * model.dtype.itemsize
+    cost, rounded = full, 0
+    if scheme.kv_cache != FULL_CACHE:
+        cost, rounded = cache_cost(scheme.kv_cache, channels).total, KV_FORMS[scheme.kv_cache].rounded_of(tokens)
+    bits_of_number = rounded * cost + (tokens - rounded) * full
+    return round(2 * config.num_hidden_layers * heads * channels * bits_of_number / 8)
 
 
 def held_bytes(model: Any) -> int:

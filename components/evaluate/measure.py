@@ -21,6 +21,7 @@ from torch import Tensor
 
 from reflux.components.algorithms.divergences import score_tokens
 from reflux.components.algorithms.draws import Sampling
+from reflux.components.algorithms.hadamard import in_common_basis
 from reflux.components.algorithms.low_bit import decoder_layers
 from reflux.components.algorithms.not_finite import require_finite
 from reflux.components.algorithms.outlier_capture import watching_capture
@@ -174,7 +175,7 @@ def _layer_outputs(model: Any, kept_BT: Tensor, into: list[Tensor] | None) -> It
 
     def keep(module: Any, args: Any, output: Any) -> None:
         assert into is not None
-        into.append((output[0] if isinstance(output, tuple) else output)[kept_BT])
+        into.append(in_common_basis(model, (output[0] if isinstance(output, tuple) else output)[kept_BT]))
 
     hooks = [] if into is None else [layer.register_forward_hook(keep) for layer in decoder_layers(model)]
     try:

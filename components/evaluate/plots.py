@@ -18,6 +18,7 @@ COLORS = {
     "full": "#111827",
     "weights_only": "#2563eb",
     "plain": "#b91c1c",
+    "rotated": "#7c3aed",
     "undistilled": "#d97706",
     "distilled": "#059669",
     "deployed": "#064e3b",

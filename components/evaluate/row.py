@@ -14,7 +14,7 @@ from reflux.components.schemas import SCORES
 from .measure import TraceScore
 from .position_errors import PositionError
 
-ROLES = ("teacher", "full", "weights_only", "plain", "undistilled", "distilled", "given", "deployed")
+ROLES = ("teacher", "full", "weights_only", "plain", "rotated", "undistilled", "distilled", "given", "deployed")
 """What a scheme is in the comparison, whatever its bits are: the gate asks for roles, people read names."""
 
 
@@ -32,6 +32,7 @@ class Row:
     decode_ms: list[float]
     latency_of: str
     memory_bytes: int
+    kv_cache_bytes: int
     effective_bits: float
     effective_bits_activation: float
     quantizer_digest: str

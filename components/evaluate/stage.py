@@ -55,6 +55,7 @@ def run(
             bundle=folder,
             scheme=scheme,
             policy=profiled_table(profiled, scheme, int(profile.config["activation_bits"])),
+            rotated=config.rotated_baseline,
         )
         if config.low_bit_kernels:
             compared.append(on_kernels(folder))

@@ -28,6 +28,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "w8a8": {"weight_bits": 8, "activation_bits": 8, "activation": "plain"},
     "w2.79a8": {"activation_bits": 8, "exceptions": ["layers.*[02468].*_proj=ternary"]},
     "w4a16": {"activation_bits": 16},
+    "w4a4 with a cache of 2 bits": {"kv_cache": "kivi2", "rope_bits": 8},
+    "w4a4 turned": {"activation": "plain", "rotation": "hadamard", "kv_cache": "int4"},
     "w4a4 with zero points": {"weight_zero_points": True},
     "w4a8 with zero points": {"activation_bits": 8, "weight_zero_points": True},
     "w8a8 with zero points": {
@@ -37,7 +39,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "w4a4 down at 8": {"exceptions": ["down_proj=8", "down_in=8", "layers.1.*.q_proj=16"]},
 }
 # fmt: on
-SMALL = {"windows": 2, "window_tokens": 32, "generations": 1, "generation_tokens": 2, "latency_tokens": 20}
+SMALL = {"windows": 2, "window_tokens": 80, "generations": 1, "generation_tokens": 2, "latency_tokens": 20}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,7 @@ def test_a_scheme_goes_its_whole_way(name: str, chain: Chain, tmp_path: Path) ->
     rows = {row["role"]: row for row in json.loads(scores.file("metrics.json"))["table"]}
     assert rows["distilled"]["scheme"] == f"w{bits[0]}a{bits[1]}_distilled"
     assert rows["distilled"]["quantizer_digest"] == rows["undistilled"]["quantizer_digest"]
+    assert (rows["distilled"]["kv_cache_bytes"] < rows["full"]["kv_cache_bytes"]) == ("kv_cache" in options)
     bundle.download_all("", tmp_path / "bundle")
     scheme = read_scheme(tmp_path / "bundle")
     assert scheme.exceptions == tuple(options.get("exceptions", []))

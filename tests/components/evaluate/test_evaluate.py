@@ -119,6 +119,18 @@ def test_the_bundle_can_have_a_row_on_low_bit_kernels(made: Run):
     assert "w4a4_deployed" in scores.file("report.html").decode()
 
 
+def test_the_rotated_base_can_have_a_row(made: Run):
+    scores = made.evaluate(made.config(rotated_baseline=True))
+    rows = {row["scheme"]: row for row in json.loads(scores.file("metrics.json"))["table"]}
+    assert list(rows) == [*SCHEMES[:3], "w4a4_hadamard", *SCHEMES[3:]]
+    rotated, plain = rows["w4a4_hadamard"], rows["w4a4_plain"]
+    assert rotated["memory_bytes"] - plain["memory_bytes"] == 4 * 264 * 64  # the head, which is no longer the embedding
+    assert rotated["kv_cache_bytes"] == 4 * 64 * 2 * 2 * 2 * 16
+    errors = scores.table("layer_errors").to_pylist()
+    of_rotated = [row["relative_error"] for row in errors if row["scheme"] == "w4a4_hadamard"]
+    assert all(error < 0.7 for error in of_rotated)  # in another basis they would be about 1.4
+
+
 def test_every_scheme_is_scored_on_the_same_heldout_traces(made: Run, scores: Artifact):
     table = scores.table("scores")
     assert table.schema.equals(SCORES)

@@ -1,0 +1,28 @@
+"""The one command that measures forms of cache and rotations, on the tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "attention_forms.py"
+
+
+@pytest.mark.slow
+def test_one_command_measures_every_form(tiny_model: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--model", str(tiny_model), "--data", "", "--windows", "2"]
+    done = subprocess.run([*command, "--window-tokens", "100"], stdout=subprocess.PIPE, text=True, check=True)
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    full = rows["full"]["perplexity"]
+    assert rows["turned"]["perplexity"] == pytest.approx(full, rel=1e-4)
+    changed = {name: row["perplexity"] for name, row in rows.items() if name not in ("full", "turned")}
+    assert all(0.5 * full < perplexity < 2 * full and perplexity != full for perplexity in changed.values())
+    assert len(set(changed.values())) == len(changed) == 17
+    taken = [
+        rows[name]["kv_cache_bytes"] for name in ("full", "cache kivi4", "cache kivi2", "cache int8", "cache int4")
+    ]
+    assert taken == sorted(taken, reverse=True)
