@@ -11,6 +11,7 @@ real model.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -95,6 +96,8 @@ def main() -> None:
             "kv_cache_bytes": cache_bytes(model, scheme, given.window_tokens),
         }
         print(f"{name:32} {found[name]['perplexity']:12.2f}", flush=True)
+        del model
+        gc.collect()  # hooks and modules refer to each other
     print(json.dumps({"text": judging.name, "windows": given.windows, **size, "rows": found}))
 
 
