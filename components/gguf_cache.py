@@ -29,13 +29,6 @@ def converted(gguf: Path) -> Path:
     return _once(gguf, "models", sources.digest, _convert)
 
 
-def weight_types(gguf: Path) -> set[str]:
-    """How its tensors are stored: F32, Q4_1, …"""
-    from gguf import GGUFReader  # parsing takes seconds
-
-    return {tensor.tensor_type.name for tensor in GGUFReader(gguf).tensors}
-
-
 def _describe(gguf: Path, folder: Path) -> None:
     AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)

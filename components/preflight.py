@@ -11,16 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reflux.components import declare, gguf_cache, models, registry, sources
+from reflux.components import declare, models, registry, sources
 from reflux.components.algorithms.key_tokens import check_strategies
-from reflux.components.algorithms.low_bit import FULL_PRECISION, require_fitting
+from reflux.components.algorithms.low_bit import require_fitting
 from reflux.components.collect_traces.answers import trace_id
 from reflux.components.collect_traces.choice import asked_prompts
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.collect_traces.prompts import Prompt
 from reflux.components.collect_traces.teachers import teacher_ids
 from reflux.components.collect_traces.teachers.server import check_server, configured_servers
-from reflux.components.distill.config import DistillConfig
 from reflux.components.distill.examples import require_usable
 from reflux.components.distill.memory import need_of, require_memory
 from reflux.components.distill.stage import remarks as remarks_on_training
@@ -32,10 +31,6 @@ from reflux.components.ingest_labels.known_traces import Traces
 from reflux.components.ingest_labels.stage import ingest, load
 from reflux.components.model_files import require_model_files
 from reflux.components.storage import S3Settings, Store
-
-OFFSET_TYPES = {"Q4_1", "Q5_1"}
-BLOCK = 32
-"""Weights that share scale and offset in a tensor of these types of GGUF."""
 
 
 def check(
@@ -88,8 +83,6 @@ def check(
     remarks += remarks_on_training(distill, has_policy=scheme_of(distill).needs_policy)
     needed = need_of(distill, student, teacher)
     remarks.append(require_memory(needed, distill) if weights else f"distill: {needed.described()}")
-    if remark := blocks_of_the_base(distill, student):
-        remarks.append(remark)
     if collect.prompts_per_dimension:
         counts = ", ".join(f"{row['dimension']} {row['asked']} of {row['usable']}" for row in asked.composition)
         remarks.append(f"prompts by dimension: {counts}")
@@ -99,21 +92,6 @@ def check(
     if uri := configs["ingest_labels"].labels_uri:
         remarks.append(_labels(paths[uri], prompts, collect, settings, weights))
     return remarks
-
-
-def blocks_of_the_base(distill: DistillConfig, student: Path) -> str:
-    """A remark on a base that has been rounded to grids like those it shall be rounded to: "" for any other."""
-    alike = distill.weight_zero_points and BLOCK % distill.group_size == 0 and distill.weight_bits < FULL_PRECISION
-    if not alike or student.suffix != ".gguf" or not student.is_file():
-        return ""
-    stored = gguf_cache.weight_types(student) & OFFSET_TYPES
-    if not stored:
-        return ""
-    return (
-        f"distill.weight_zero_points with group_size {distill.group_size}: {student.name} was rounded to grids like "
-        f"these when it was stored ({', '.join(sorted(stored))}, blocks of {BLOCK} with an offset each), so that "
-        f"rounding it again costs less than it would cost another model; measure with groups of {2 * BLOCK} or more"
-    )
 
 
 def _fetched(configs: Mapping[str, Any], settings: S3Settings | None, weights: bool) -> dict[str, Path]:

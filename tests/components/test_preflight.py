@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from servers import openai_server
 from stage_writers import writer_for
@@ -370,23 +369,3 @@ def test_a_served_teacher_is_asked_before_any_work(configs: dict[str, Any], stor
         with pytest.raises(ValueError, match=r"HTTP 400: .*max allowed: 32"):
             preflight.check(changed(configs, "collect_traces", **(served | {"top_k": 40})), store)
     assert store.list() == []
-
-
-@pytest.mark.parametrize(("kind", "told"), [("Q4_1", True), ("Q8_0", False)])
-def test_a_base_that_was_rounded_to_such_grids_already_is_remarked(tmp_path: Path, kind: str, told: bool) -> None:
-    gguf = pytest.importorskip("gguf")
-    writer, stored = gguf.GGUFWriter(tmp_path / "base.gguf", "llama"), gguf.GGMLQuantizationType[kind]
-    weight = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
-    writer.add_tensor("blk.0.attn_q.weight", gguf.quants.quantize(weight, stored), raw_dtype=stored)
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        write()
-    writer.close()
-    distill = DistillConfig(weight_zero_points=True, group_size=32)
-    remark = preflight.blocks_of_the_base(distill, tmp_path / "base.gguf")
-    assert bool(remark) == told
-    if told:
-        assert "group_size 32: base.gguf was rounded to grids like these" in remark
-        assert "Q4_1, blocks of 32" in remark
-    for other in ({"group_size": 64}, {"weight_zero_points": False}, {"weight_bits": 16}):
-        assert preflight.blocks_of_the_base(replace(distill, **other), tmp_path / "base.gguf") == ""
-    assert preflight.blocks_of_the_base(distill, tmp_path) == ""
