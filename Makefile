@@ -10,7 +10,7 @@ PINNED := --constraint requirements/constraints.txt
 INSTALLED := .venv/installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 
-.PHONY: demo ablation bench bench-traces test test-slow test-swift test-cluster lint types images image-cpu image-gpu image-serve image-mlflow mlflow clean
+.PHONY: demo ablation ablation-lowbit bench bench-traces test test-slow test-swift test-cluster lint types images image-cpu image-gpu image-serve image-mlflow mlflow clean
 
 demo: $(INSTALLED)
 	$(BIN)/reflux run --recipe demo
@@ -23,6 +23,9 @@ bench-traces: $(INSTALLED)  # what a stored token costs, beside DistillKit's for
 
 ablation: $(INSTALLED)  # off-policy, mixed and on-policy at equal token budgets, three seeds; about 25 minutes, the real model
 	$(BIN)/python benchmarks/ablation.py
+
+ablation-lowbit: $(INSTALLED)  # each part of low-bit distillation on and off; about an hour, the real model
+	$(BIN)/python benchmarks/lowbit_ablation.py
 
 test: $(INSTALLED)
 	$(PYTEST)
