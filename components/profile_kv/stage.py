@@ -13,7 +13,7 @@ from reflux.components import models, profile_schemas, progress
 from reflux.components.algorithms.low_bit import decoder_layers, site_modules, watching_sites
 from reflux.components.algorithms.not_finite import require_finite
 from reflux.components.algorithms.policies import knots_of
-from reflux.components.algorithms.rollouts import cache_argument
+from reflux.components.algorithms.slot_cache import cache_argument
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundles import policy_table
 from reflux.components.sequences import batched, padded
