@@ -23,7 +23,7 @@ def driver_here() -> Finding:
     """Of this machine."""
     if not torch.cuda.is_available():
         raise NothingToSeeError(f"{NO_GPU}; torch is {torch.__version__}")
-    version = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  only in builds for CUDA
+    version = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # only in builds for CUDA
     return driver(version, torch.version.cuda or "0", torch.cuda.get_device_capability())
 
 
