@@ -154,7 +154,10 @@ def test_finer_steps_where_keys_are_long_are_where_training_begins(chain: Chain)
         ),
         ({"policy_network_lr": -1.0}, "distill.policy_network_lr -1.0: must not be negative"),
         ({"k_norm_power": -0.5}, "distill.k_norm_power -0.5: must not be negative"),
-        ({"k_norm_power": 0.5, "start_uri": "x"}, "distill.k_norm_power 0.5: changes the profile's table, and start_uri"),
+        (
+            {"k_norm_power": 0.5, "start_uri": "x"},
+            "distill.k_norm_power 0.5: changes the profile's table, and start_uri",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
