@@ -15,7 +15,7 @@ from reflux.components.distill import stage
 from reflux.components.distill.config import DistillConfig
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
-ARMS = ("all parts", "without warm-up", "off-policy, then on-policy", "with a verifier")
+ARMS = ("all parts", "with a verifier")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_every_arm_is_a_configuration_of_as_many_steps_that_differs_from_the_fir
 
 @pytest.mark.slow
 def test_one_command_trains_the_arms_and_compares_them(tiny_model: Path) -> None:
-    small = {"--prompts": 10, "--steps": 4, "--answer-tokens": 8, "--seeds": 1}
+    small = {"--prompts": 10, "--steps": 3, "--answer-tokens": 8, "--seeds": 1}
     options = [text for option in small.items() for text in map(str, option)]
     done = subprocess.run(
         [sys.executable, str(FOLDER / "lowbit_ablation.py"), "--model", str(tiny_model), *options, "--arms", *ARMS],

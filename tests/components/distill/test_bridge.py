@@ -91,6 +91,7 @@ def test_a_step_does_not_depend_on_the_micro_batch(chain: Chain, objective: str)
             assert values[name] == pytest.approx(points[0][name], rel=2e-3), name
 
 
+@pytest.mark.slow
 def test_training_on_it_brings_the_layers_nearer(chain: Chain) -> None:
     held = training(chain, objective="bridge", on_policy_fraction=0.0, batch_sequences=8, finetune_steps=10, **STILL)
     before = value(held, held.traces)

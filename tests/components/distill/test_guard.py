@@ -50,6 +50,7 @@ def test_without_patience_it_has_the_steps_that_were_asked_for(chain: Chain) -> 
     assert trainer.phases[0].steps == 8
 
 
+@pytest.mark.slow
 def test_the_history_of_a_student_knows_where_its_warm_up_ended(chain: Chain) -> None:
     student = chain.distilled(warmup_steps=30, warmup_policy_lr=1e-12, warmup_patience=2)
     rows = student.table("training").to_pylist()
