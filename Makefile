@@ -10,13 +10,16 @@ PINNED := --constraint requirements/constraints.txt
 INSTALLED := .venv/installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 
-.PHONY: demo ablation ablation-lowbit bench bench-traces test test-slow test-swift test-cluster lint types images image-cpu image-gpu image-serve image-mlflow mlflow clean
+.PHONY: demo ablation ablation-lowbit bench bench-lowbit bench-traces test test-slow test-swift test-cluster lint types images image-cpu image-gpu image-serve image-mlflow mlflow clean
 
 demo: $(INSTALLED)
 	$(BIN)/reflux run --recipe demo
 
-bench: $(INSTALLED) .venv-bench/installed  # a training step beside TRL's; about 40 minutes, the real model
+bench: $(INSTALLED) .venv-bench/installed  # a training step beside TRL's; about 25 minutes, the real model
 	$(BIN)/python benchmarks/trainer.py
+
+bench-lowbit: $(INSTALLED)  # every scheme in one table, GPTQ and others by llm-compressor; up to two hours, the real model; goes on where it was cut
+	$(BIN)/python benchmarks/lowbit.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 
 bench-traces: $(INSTALLED)  # what a stored token costs, beside DistillKit's form and plain pyarrow; minutes, the real model
 	$(BIN)/python benchmarks/traces.py
