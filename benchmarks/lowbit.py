@@ -76,7 +76,6 @@ def main() -> None:
     options.add_argument("--sizes", type=json.loads, default={}, help="JSON laid over SIZES and PASSAGES; for tests")
     options.add_argument("--recipe", type=json.loads, default={}, help="JSON laid over what is trained; for tests")
     given = options.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; the same command goes on"))  # with what it has started
     missing = [name for name in PUBLIC if given.data and not (Path(given.data) / name).is_file()]
     if missing:
         options.error(f"--data {given.data}: has no {missing[0]}; needed are {', '.join(PUBLIC)}")
@@ -187,4 +186,5 @@ def held_bytes(row: dict[str, Any]) -> float:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; the same command goes on"))  # with what it has started
     main()
