@@ -200,5 +200,5 @@ def test_a_scheme_with_zero_points_is_another_scheme() -> None:
 
 
 def test_a_scheme_of_another_version_is_refused_by_its_field() -> None:
-    with pytest.raises(ValueError, match="scheme: 'rotation' is not known here, another version of reflux wrote it"):
-        Scheme.from_json(Scheme().as_json() | {"rotation": "hadamard"})
+    with pytest.raises(ValueError, match="scheme: 'codebook' is not known here, another version of reflux wrote it"):
+        Scheme.from_json(Scheme().as_json() | {"codebook": "vector"})

@@ -61,7 +61,7 @@ def test_values_keep_their_types(recipe: recipes.Recipe) -> None:
         ("max_steps=2", r"write STAGE.FIELD=VALUE, did you mean distill.max_steps\?"),
         ("seed=2", r"did you mean collect_traces.seed or .*distill.seed or evaluate.seed\?"),
         ("nonsense=2", r"write STAGE.FIELD=VALUE, e.g. --set distill.max_steps=2"),
-        ("distill.lr=1e-4", r"did you mean warmup_policy_lr, joint_policy_lr, .*finetune_student_lr or \w+_lr\?"),
+        ("distill.lr=1e-4", r"did you mean .*warmup_policy_lr, joint_policy_lr, .*finetune_student_lr or \w+_lr\?"),
         ("distill.student_lr=1e-4", r"did you mean joint_student_lr or finetune_student_lr\?"),
         ("distill=2", "write STAGE.FIELD=VALUE"),
         ("evaluate.teacher=other", "the whole run has one teacher; set it with --teacher"),

@@ -30,6 +30,9 @@ FAMILIES = {"plain": (LlamaConfig, {}), "soft cap": (Gemma2Config, {"head_dim": 
             "divided": (GraniteConfig, {"logits_scaling": 4.0})}  # fmt: skip
 
 
+UNROUNDED = {"weight_bits": 16, "activation_bits": 16, "activation": "plain"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     student: Any
@@ -37,7 +40,7 @@ class Pair:
     tokenizer: Any
 
     def loss(self, **options: Any) -> DistillationLoss:
-        config = DistillConfig(**({"score_prompts": False} | options))
+        config = DistillConfig(**(UNROUNDED | {"score_prompts": False} | options))
         return DistillationLoss(self.student, self.teacher, self.tokenizer, config)
 
 

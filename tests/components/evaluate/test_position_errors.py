@@ -15,7 +15,7 @@ LENGTHS = (9, 1, 4, 3)
 
 
 def decisions(hidden: list[torch.Tensor]) -> Decisions:
-    return Decisions(head=lambda h: h, hidden=hidden, layer_outputs=[])
+    return Decisions(head=lambda h: h, hidden=hidden, layer_outputs=[], outlier_capture=None)
 
 
 def test_positions_are_filed_by_powers_of_two_over_all_batches() -> None:
