@@ -95,10 +95,13 @@ def key_fields(config: Any) -> dict[str, Any]:
 
 def hashed_fields(config: Any) -> dict[str, Any]:
     """Those of them that the key and the manifest of a result have: all but `later` ones that nobody has set."""
-    unset = {
-        f.name for f in dataclasses.fields(config) if f.metadata.get("later") and getattr(config, f.name) == f.default
-    }
-    return {name: value for name, value in key_fields(config).items() if name not in unset}
+    unset = later_fields(type(config))
+    return {name: value for name, value in key_fields(config).items() if name not in unset or value != unset[name]}
+
+
+def later_fields(config_class: type) -> dict[str, Any]:
+    """Name and default of the fields made by `later`: at it, neither a key nor a manifest has them."""
+    return {f.name: f.default for f in dataclasses.fields(config_class) if f.metadata.get("later")}
 
 
 def other_fields(config: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from reflux.components import calls, declare
 from reflux.components.artifacts import Artifact, ArtifactError, manifest_key, place, verify_copy
 from reflux.components.storage import Store
 from reflux.pipelines import runs
@@ -53,7 +54,12 @@ def _compare_config(recorded: Mapping[str, Any], artifact: Artifact) -> list[str
         if name not in recorded or recorded[name] != value
     ]
     known = made.key_fields.keys() | made.other_fields.keys() | made.sources.keys()
-    unknown = [name for name, value in recorded.items() if name not in known and value != ""]  # "" is no source
+    unset = declare.later_fields(calls.load(artifact.stage).config_class)
+    unknown = [
+        name
+        for name, value in recorded.items()
+        if name not in known and value != "" and not (name in unset and value == unset[name])  # "" is no source
+    ]
     unknown += [name for name in made.sources if not recorded.get(name)]
     return differing + [f"{artifact.stage}.{name} is recorded otherwise than in {artifact.place}" for name in unknown]
 

@@ -72,8 +72,9 @@ def test_equals_the_chunks(
     )
     student, teacher = (model(len(tokenizer) + padding, **family) for padding in (3, 11))
     config = DistillConfig(
-        objective="beta_jsd" if stored else objective, trace_objective=objective if stored else "", score_prompts=False
-    )
+        objective="beta_jsd" if stored else objective, trace_objective=objective if stored else "", score_prompts=False,
+        weight_bits=16, activation_bits=16, activation="plain",
+    )  # fmt: skip
     loss, chunked = (DistillationLoss(student, teacher, tokenizer, config) for _ in range(2))
     # a head that is any function is asked for its logits
     chunked.student = replace(chunked.student, head=chunked.student.head.__call__)

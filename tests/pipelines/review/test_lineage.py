@@ -147,6 +147,13 @@ def test_a_bundle_whose_manifest_the_store_does_not_have_is_named(run: Path) -> 
     assert "is not the manifest in the store" in result.stderr
 
 
+def test_a_later_field_that_nobody_set_stands_in_no_manifest(run: Path) -> None:
+    change_record(run, "distill", kv_cache="full", rope_bits=16)
+    assert lineage(run).exit_code == 0
+    change_record(run, "distill", kv_cache="kivi4")
+    assert "distill.kv_cache is recorded otherwise" in lineage(run).stderr
+
+
 def test_a_changed_verdict_is_named(run: Path) -> None:
     runs.write(run, replace(runs.read(run), verdict="fail"))
     result = lineage(run)
