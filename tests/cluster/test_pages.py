@@ -59,7 +59,7 @@ def test_the_report(folder: Path, window: Window) -> None:
     assert rows[0] == "fp32"
     assert rows[-1] == "w4a4_distilled"
     plots = page.locator("figure svg").all()
-    assert len(plots) == 4
+    assert len(plots) == 5
     assert all((plot.bounding_box() or {"width": 0})["width"] > 200 for plot in plots)
     assert window.is_clean()
 
