@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,14 +82,14 @@ def in_containers(containers: Containers, view: View, *, run: str, lock: Path) -
 
 def _run_docker_container(
     session: Session, retries: int, options: dict[str, Any], *, client: DockerClient, image: str, command: list[str],
-    volumes: dict[str, Any],
+    volumes: dict[str, Any], environment: Mapping[str, str] | None = None,
 ) -> int:  # fmt: skip
-    """In the place of kfp's function: 0 if the stage succeeded."""
+    """In the place of kfp's function: 0 if the stage succeeded. `environment` is that of the task in the pipeline."""
 
     def execute(stage: str) -> Ending:
         labels = {**options["labels"], STAGE_LABEL: stage}
-        environment = {**options["environment"], **session.environment()}
-        given = {**options, "labels": labels, "environment": environment, "volumes": volumes}
+        variables = {**(environment or {}), **options["environment"], **session.environment()}
+        given = {**options, "labels": labels, "environment": variables, "volumes": volumes}
         for attempt in range(retries + 1):
             try:
                 return container_engine.run_to_end(client, session.line, image=image, command=command, **given)
