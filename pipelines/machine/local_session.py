@@ -158,7 +158,8 @@ def _reason(ending: Ending, tail: deque[str], stage: str) -> str:
     for line in reversed(tail):
         if line.startswith(own):
             return line.removeprefix(own)
-    said = next((line for line in reversed(tail) if line.strip()), "no output")
+    # a container's two streams may come in either order, so what it reported of its progress can stand behind the error
+    said = next((line for line in reversed(tail) if line.strip() and not line.startswith("progress ")), "no output")
     return f"exit code {ending.code}: {said}"
 
 
