@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from .low_bit import decoder_layers
 
-NONE, SELECTIVE, FULL = MODES = ("none", "selective", "full")
+NONE, SELECTIVE = "none", "selective"
+"""Modes with a part of their own; any other recomputes whole layers."""
 
 FORWARD_STATE = ("main_scales", "policy_reading")
 """What hooks keep at the decoder of the forward that is under way (low_bit.py, policy_networks.py)."""
@@ -35,7 +36,9 @@ _KEPT = {
 
 
 def recompute_layers(model: Any, mode: str) -> None:
-    """Have every decoder layer of `model` recomputed in the backward pass, from now on, as MODES says."""
+    """Have every decoder layer of `model` recomputed in the backward pass, from now on: `mode` is distill's
+    activation_checkpointing.
+    """
     if mode == NONE:
         return
     contexts = functools.partial(create_selective_checkpoint_contexts, _keep) if mode == SELECTIVE else None

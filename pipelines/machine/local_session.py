@@ -22,7 +22,7 @@ from kfp import local
 from kfp.components import load_component_from_text
 from kfp.local import config as kfp_config
 
-from reflux.components import environment
+from reflux.components import environment, progress
 from reflux.pipelines.machine.stage_output import Display
 
 PROGRAM = ["python3", "-m", "reflux.components"]
@@ -75,8 +75,8 @@ class Session:
         """What every stage's program gets: its lines arrive at once and in a form that the display reads, and an image
         of another version says so.
         """
-        progress = "json" if self.display.is_terminal else "plain"
-        return {"PYTHONUNBUFFERED": "1", "REFLUX_PROGRESS": progress, environment.COMPILED_BY: environment.version()}
+        form = "json" if self.display.is_terminal else "plain"
+        return {"PYTHONUNBUFFERED": "1", "REFLUX_PROGRESS": form, environment.COMPILED_BY: environment.version()}
 
     def line(self, text: str) -> None:
         """One line of the running stage's output."""
@@ -159,7 +159,7 @@ def _reason(ending: Ending, tail: deque[str], stage: str) -> str:
         if line.startswith(own):
             return line.removeprefix(own)
     # a container's two streams may come in either order, so what it reported of its progress can stand behind the error
-    said = next((line for line in reversed(tail) if line.strip() and not line.startswith("progress ")), "no output")
+    said = next((line for line in reversed(tail) if line.strip() and not progress.is_report(line)), "no output")
     return f"exit code {ending.code}: {said}"
 
 

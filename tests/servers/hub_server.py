@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from servers.loopback import answering
 
 COMMIT = "c0ffee" * 6 + "c0ff"
 
@@ -37,33 +38,12 @@ def serving(name: str, folder: Path) -> Iterator[Hub]:
     """On this machine's loopback; HF_ENDPOINT is where the library looks for it."""
     hub = Hub(name=name, folder=folder)
 
-    class Handler(_Handler):
-        def answer(self) -> None:
-            _answer(self, hub)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with answering(lambda handler: _answer(handler, hub), _Handler) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-
-    def answer(self) -> None:
-        raise NotImplementedError
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def do_HEAD(self) -> None:
-        self.answer()
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -13,14 +13,12 @@ import functools
 import inspect
 import json
 import re
-import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email import message_from_bytes
 from email.policy import HTTP
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -29,6 +27,7 @@ from dateutil.parser import isoparse
 
 from servers.certificates import Certificate
 from servers.kfp_api_state import GRPC_CODES, DeniedError, State
+from servers.loopback import answering
 
 SERVICES = ("Experiment", "Healthz", "Pipeline", "PipelineUpload", "RecurringRun", "Run")
 INT64 = {"max_concurrency", "interval_second", "execution_id"}  # "str" to the client; JSON may have a number too
@@ -141,45 +140,13 @@ def serving(certificate: Certificate | None = None, **settings: Any) -> Iterator
     """A server on this machine's loopback, with TLS if it has a certificate; settings are State's."""
     contract = Contract(state=State(**settings))
     known = operations()
-
-    class Handler(_Handler):
-        def answer(self) -> None:
-            _serve(self, contract, known)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    contract.url = f"{'https' if certificate else 'http'}://127.0.0.1:{server.server_port}"
-    if certificate:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate.public, certificate.private)
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with answering(lambda handler: _serve(handler, contract, known), _Handler, certificate) as contract.url:
         yield contract
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # head and body in one packet, or each answer waits 40 ms for an acknowledgement
-
-    def answer(self) -> None:
-        raise NotImplementedError
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def do_POST(self) -> None:
-        self.answer()
-
-    def do_DELETE(self) -> None:
-        self.answer()
-
-    def do_PATCH(self) -> None:
-        self.answer()
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
