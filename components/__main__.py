@@ -8,7 +8,8 @@
 STAGE is a folder of reflux.components, or the dotted package of a stage that lives elsewhere. What all stages share is
 here and nowhere else: open and check the inputs, fetch and digest the sources, reuse what is already made, run, commit,
 track. A wrong input is one line and exit code 2, a store or MLflow that does not answer one line and exit code 75
-(EX_TEMPFAIL: the same call may succeed later); REFLUX_TRACEBACK=1 shows where. Anything else keeps its traceback.
+(EX_TEMPFAIL: the same call may succeed later); REFLUX_TRACEBACK=1 shows where. Anything else is a fault of the
+program: its traceback, one line, and exit code 1.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +31,7 @@ from reflux.components.kubeflow.kfp_executor import Location
 from reflux.components.kubeflow.train_job import TrainJobError
 from reflux.components.storage import Store, StoreError
 
+CRASHED = 1
 WRONG_INPUT = 2
 INTERRUPTED = 130
 TASKS = ("prerequisites", "close_run")
@@ -62,6 +65,10 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"reflux {stage}: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
+    except Exception as error:
+        traceback.print_exc()
+        print(f"reflux {stage}: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return CRASHED
     return 0
 
 

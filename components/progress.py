@@ -86,11 +86,6 @@ def plain(progress: Progress) -> str:
     return f"progress {percent:3d} %  {progress.done}/{progress.total} {progress.unit}{left}{note}"
 
 
-def is_report(line: str) -> bool:
-    """Whether a line of a stage's output is such a report, in either form, and no message."""
-    return parse(line) is not None or (line.startswith("progress ") and " %  " in line)
-
-
 def duration(seconds: float) -> str:
     """75 -> 1 min 15 s"""
     whole = round(seconds)

@@ -22,7 +22,7 @@ from kfp import local
 from kfp.components import load_component_from_text
 from kfp.local import config as kfp_config
 
-from reflux.components import environment, progress
+from reflux.components import environment
 from reflux.pipelines.machine.stage_output import Display
 
 PROGRAM = ["python3", "-m", "reflux.components"]
@@ -151,15 +151,14 @@ def _kfp_local(kfp_runner: Any, root: Path) -> Iterator[None]:
 
 
 def _reason(ending: Ending, tail: deque[str], stage: str) -> str:
-    """What the runner knows, else the stage's own message, else the last line of its traceback."""
+    """What the runner knows, else the stage's own message, else the last line of what it said."""
     if ending.cause:
         return ending.cause
     own = f"reflux {stage}: "
     for line in reversed(tail):
         if line.startswith(own):
             return line.removeprefix(own)
-    # a container's two streams may come in either order, so what it reported of its progress can stand behind the error
-    said = next((line for line in reversed(tail) if line.strip() and not progress.is_report(line)), "no output")
+    said = next((line for line in reversed(tail) if line.strip()), "no output")
     return f"exit code {ending.code}: {said}"
 
 

@@ -200,7 +200,7 @@ def test_as_a_process(tmp_path: Path) -> None:
     crashed = as_process(brew_flags(tmp_path, "--fault", "crash"))
     assert crashed.returncode == 1
     assert "Traceback" in crashed.stderr
-    assert crashed.stderr.rstrip().endswith("RuntimeError: the pot broke")
+    assert crashed.stderr.splitlines()[-1] == "reflux brew: RuntimeError: the pot broke"
     orphan = as_process(brew_flags(tmp_path), REFLUX_PARENT_PID="1")
     assert orphan.returncode == 1
     assert not (tmp_path / "tea.json").exists()

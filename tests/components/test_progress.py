@@ -42,16 +42,6 @@ def test_other_output_is_not_progress(line: str) -> None:
     assert progress.parse(line) is None
 
 
-def test_both_forms_of_a_report_are_told_from_messages(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for form in ("json", "plain"):
-        monkeypatch.setenv("REFLUX_PROGRESS", form)
-        progress.report(40, 40, "batches")
-    assert [progress.is_report(line) for line in capsys.readouterr().out.splitlines()] == [True, True]
-    assert not progress.is_report("progress is slow")
-
-
 def test_durations() -> None:
     assert [progress.duration(s) for s in (0.4, 75, 3700)] == ["0 s", "1 min 15 s", "1 h 1 min"]
 
