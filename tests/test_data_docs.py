@@ -1,4 +1,6 @@
-"""docs/data.md: every table of the contract with an example row that follows it and a query that runs on that row."""
+"""docs/data.md, data-inside.md: each table of the contract with an example row that follows it and a query that runs
+on that row.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import pytest
 
 from reflux.components import captured_schemas, profile_schemas, schemas, tables
 
-PAGE = (Path(__file__).parents[1] / "docs/data.md").read_text()
+PAGES = [(Path(__file__).parents[1] / "docs" / name).read_text() for name in ("data.md", "data-inside.md")]
 MODULES = {module.__name__.rpartition(".")[2]: module for module in (schemas, captured_schemas, profile_schemas)}
 SIZES: dict[str, tuple[Any, ...]] = {
     "traces_topk": (2, 49_152),
@@ -41,7 +43,7 @@ class Section:
 
 def sections() -> list[Section]:
     found = []
-    for chapter in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
+    for chapter in [part for page in PAGES for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:]]:
         stage, *parts = re.split(r"^### ", chapter, flags=re.MULTILINE)
         for part in parts:
             heading = re.match(r"`(\w+)`", part)
@@ -114,4 +116,4 @@ def test_its_queries_run(section: Section, tmp_path: Path, monkeypatch: pytest.M
     for query in section.queries:
         connection.sql(query).fetchall()
     for code in section.code:
-        exec(compile(code, "docs/data.md", "exec"), {})
+        exec(compile(code, "docs", "exec"), {})
