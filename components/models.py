@@ -101,6 +101,8 @@ class ModelShape:
     parameters: int
     decoder: int
     """Parameters of the decoder layers."""
+    shared: int
+    """Parameters that are embedding and head at once; 0 if each has its own."""
     linear: int
     """Of these, weights of linear layers."""
     layers: int
@@ -116,9 +118,11 @@ def model_shape(path: Path) -> ModelShape:
     model = skeleton(path)
     layers = decoder_layers(model)
     heads, channels = kv_shape(path)
+    embedding = model.get_input_embeddings().weight
     return ModelShape(
         parameters=sum(p.numel() for p in model.parameters()),
         decoder=sum(p.numel() for p in layers.parameters()),
+        shared=embedding.numel() if embedding is model.get_output_embeddings().weight else 0,
         linear=sum(m.weight.numel() for m in layers.modules() if isinstance(m, torch.nn.Linear)),
         layers=len(layers),
         hidden=_configured(path, "hidden_size"),

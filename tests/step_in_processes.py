@@ -17,7 +17,8 @@ from reflux.components.bundles import policy_table
 from reflux.components.distill import parallel, stage
 from reflux.components.distill.examples import Sequence, training_examples
 from reflux.components.distill.objective import DistillationLoss
-from reflux.components.distill.student import make_student
+from reflux.components.distill.start import find_start
+from reflux.components.distill.student import make_student, scheme_of
 from reflux.components.distill.trainer import Trainer
 
 MODES: dict[str, dict[str, Any]] = {
@@ -34,8 +35,9 @@ def trainer_of(chain: tiny_chain.Chain, **options: Any) -> Trainer:
     """What stage.run builds before its first step."""
     config = chain.training(**options)
     tokenizer = models.load_tokenizer(chain.model)
-    policy = policy_table.decode(chain.profile.file("policy_table.bin"))
-    student = make_student(config, models.load_model(chain.model), policy)
+    start = find_start(Path(config.start_uri), scheme_of(config)) if config.start_uri else None
+    policy = start.policy() if start else policy_table.decode(chain.profile.file("policy_table.bin"))
+    student = make_student(config, models.load_model(chain.model), policy, start)
     loss = DistillationLoss(student, models.load_model(chain.model), tokenizer, config)
     if config.parallelism == "fsdp2" and processes.count() > 1:
         parallel.shard(student)

@@ -58,7 +58,7 @@ def diagnose(replay: Replay, student_path: Path, teacher_path: Path) -> Found:
     for number, sequence in enumerate(replay.sequences):
         words = [repr(tokenizer.decode([token])) for token in sequence.token_ids]
         with _watching(student, f"sequence {number}", words, found):
-            value = loss([sequence])
+            value = loss([sequence], teacher_weight=replay.teacher_weight)
             if value.requires_grad:
                 (value / max(1, tokens)).backward()
         found.loss_nats += value.item() / max(1, tokens)

@@ -5,15 +5,17 @@
     a step      + 4 M                            gradients of the master weights
     rollouts    + 8 L + K R                      weights rounded in float32 and packed, the cache of R answers
 
-S, T parameters of student and teacher; M trained ones of the decoder (with adapters, theirs); L weights of its linear
-layers, L' those that move; r bytes of a number in compute_dtype; N places of a micro-batch, padding included. With
-fsdp2 a process holds its share of M, of the decoder in S, rounds in each forward, and has all of the decoder while
-rollouts are made.
+S, T parameters of student and teacher, a rotated student with a head of its own; M trained ones of the decoder (with
+adapters, theirs); L weights of its linear layers, L' those that move; r bytes of a number in compute_dtype; N places of
+a micro-batch, padding included. With fsdp2 a process holds its share of M, of the decoder in S, rounds in each forward,
+and has all of the decoder while rollouts are made.
 
 A is per place and layer `a D + b F` bytes, D hidden and F intermediate channels, with the coefficients below: counted
 from the tensors that autograd saves on two shapes, 576/1536 and 1024/2816, which they fit within 2 %. With
 activation_checkpointing a layer has its input, 4 D, and one layer is there whole; `selective` adds what the products
-gave, counted for a third as many key channels as hidden ones. The largest of the three lines counts.
+gave, counted for a third as many key channels as hidden ones. A cache in KIVI's forms adds r (4 D - 2 k + 2 t), counted
+in the same way: keys and values of each head stand there twice, k channels before heads share them, under a mask over
+the t tokens of a sequence twice. The largest of the three lines counts.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import torch
 
 from reflux.components import models, processes
 from reflux.components.algorithms.chunked_loss import CHUNK_TOKENS
+from reflux.components.algorithms.hadamard import NO_ROTATION
+from reflux.components.algorithms.kv_forms import KV_FORMS
 from reflux.components.algorithms.low_bit import FULL_PRECISION
 from reflux.components.algorithms.recomputation import NONE, SELECTIVE
 from reflux.components.memory import available_gib
@@ -73,11 +77,14 @@ def need(
     quantised = config.weight_bits < FULL_PRECISION
     masters = _adapters(config, student) if config.lora_rank else student.decoder
     state = (12 if config.ema_decay else 8) * masters / share
-    whole = 4 * (student.parameters - student.decoder * (1 - 1 / share)) + 4 * teacher.parameters
+    held = student.parameters + (student.shared if config.rotation != NO_ROTATION else 0)
+    whole = 4 * (held - student.decoder * (1 - 1 / share)) + 4 * teacher.parameters
     always = BASE + whole + state
     rounded = (2 * narrow * student.linear if share == 1 else 0) if quantised else 0
     a, b = OF_ACTIVATIONS[compute_dtype, config.activation_bits < FULL_PRECISION]
     of_layer = a * student.hidden + b * student.intermediate
+    if config.kv_cache in KV_FORMS and KV_FORMS[config.kv_cache].group:
+        of_layer += narrow * (4 * student.hidden - 2 * student.kv_channels + 2 * config.max_sequence_tokens)
     layers = of_layer * student.layers
     if config.activation_checkpointing != NONE:
         a, b = OF_PRODUCTS[compute_dtype] if config.activation_checkpointing == SELECTIVE else (0, 0)

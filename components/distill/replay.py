@@ -2,15 +2,14 @@
 configuration. Nothing in it executes on load.
 
     sequences.safetensors   the teacher's stored distributions, "<number>.teacher.<field>"
-    weights.safetensors     every trained parameter before the step
+    weights.safetensors     every trained parameter before the step; with adapters on an earlier training, all of them
     policy_table.bin        the position table's sites and scales, where there is one
-    replay.json             the rest of each sequence, the step, the message, configuration and versions
+    replay.json             the rest of each sequence, the step, its message and share of the teacher, the configuration
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence as Several
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ from . import parallel
 from .config import DistillConfig
 from .examples import Sequence
 from .stored import StoredBuckets, StoredDraws
-from .trainer import Trainer
+from .trainer import NotFiniteError, Trainer
 
-FORMAT = "reflux-replay/2"
+FORMAT = "reflux-replay/3"
 SOURCES = ("teacher", "student_uri")
 TEACHERS = {kind.__name__: kind for kind in (StoredBuckets, StoredDraws)}
 
@@ -40,6 +39,7 @@ class Replay:
 
     step: int
     message: str
+    teacher_weight: float
     config: DistillConfig
     compute_dtype: str
     sources: dict[str, str]
@@ -49,14 +49,15 @@ class Replay:
     policy: Any
 
 
-def keep(student: Writer, trainer: Trainer, sequences: Several[Sequence], message: str, folder: Path) -> str:
+def keep(student: Writer, trainer: Trainer, error: NotFiniteError, folder: Path) -> str:
     """Put the step into the store; where it lies there. Every process has to call it."""
     tensors: dict[str, torch.Tensor] = {}
-    described = [_described(sequence, str(number), tensors) for number, sequence in enumerate(sequences)]
+    described = [_described(sequence, str(number), tensors) for number, sequence in enumerate(error.sequences)]
     record = {
         "format": FORMAT,
         "step": trainer.step + 1,
-        "message": message,
+        "message": str(error),
+        "teacher_weight": error.teacher_weight,
         "config": {name: _public(value) for name, value in asdict(trainer.config).items()},
         "sources": {name: student.source_digest(name) for name in SOURCES},
         "compute_dtype": str(trainer.loss.compute_dtype).removeprefix("torch."),
@@ -67,7 +68,8 @@ def keep(student: Writer, trainer: Trainer, sequences: Several[Sequence], messag
     with parallel.whole(trainer.student):
         if processes.is_first():
             named = dict(trainer.student.named_parameters())
-            weights = {name: named[name].detach().contiguous() for name in trainer.trained()}
+            starts = trainer.config.start_uri and trainer.config.lora_rank  # then they stand on neither source
+            weights = {name: named[name].detach().contiguous() for name in (named if starts else trainer.trained())}
             save_file(tensors, folder / "sequences.safetensors")
             save_file(weights, folder / "weights.safetensors")
             (folder / "replay.json").write_text(json.dumps(record))
@@ -91,6 +93,7 @@ def read(folder: Path) -> Replay:
     return Replay(
         step=record["step"],
         message=record["message"],
+        teacher_weight=record["teacher_weight"],
         config=declare.from_mapping(DistillConfig, record["config"]),
         compute_dtype=record["compute_dtype"],
         sources=record["sources"],

@@ -38,11 +38,13 @@ PROMPTS_KEPT = 16
 
 
 class NotFiniteError(FloatingPointError):
-    """A loss or gradient that no step may be made of; `sequences` are those that gave it."""
+    """A loss or gradient that no step may be made of; `sequences` are those that gave it, with this share of the
+    teacher.
+    """
 
-    def __init__(self, message: str, sequences: list[Sequence]) -> None:
+    def __init__(self, message: str, sequences: list[Sequence], teacher_weight: float = 1.0) -> None:
         super().__init__(message)
-        self.sequences = sequences
+        self.sequences, self.teacher_weight = sequences, teacher_weight
 
 
 class Trainer:
@@ -109,16 +111,15 @@ class Trainer:
         tokens, taught = sum(s.scored for s in sequences), teacher_weight(phase, step_in_phase)
         loss_sum, observed = self._accumulate(processes.share(sequences), max(1, tokens), taught)
         if not loss_sum < float("inf"):  # NaN compares false as well
-            raise NotFiniteError(
-                f"distill: the loss of step {self.step + 1} is {loss_sum / max(1, tokens)} nats a token", sequences
-            )
+            nats = loss_sum / max(1, tokens)
+            raise NotFiniteError(f"distill: the loss of step {self.step + 1} is {nats} nats a token", sequences, taught)
         moved = [p for p in self.trained().values() if p.grad is not None]
         health = {}
         if self.policy and tokens:
             health = policy_health(self.policy.values(), self.student.policy.scales()[..., 0], self.history)
         norm = parallel.clip_gradients(moved, phase.gradient_clip or self.config.gradient_clip)
         if not norm < float("inf"):
-            raise NotFiniteError(f"distill: the gradient of step {self.step + 1} has norm {norm}", sequences)
+            raise NotFiniteError(f"distill: the gradient of step {self.step + 1} has norm {norm}", sequences, taught)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.policy:

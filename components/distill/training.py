@@ -76,7 +76,7 @@ def _report(done: int, total: int, note: str) -> None:
 
 def kept(error: NotFiniteError, trainer: Trainer, student: Writer, folder: Path) -> FloatingPointError:
     """Keep what was not finite; the error that says where it began and how to look at it."""
-    place = replay.keep(student, trainer, error.sequences, str(error), folder)
+    place = replay.keep(student, trainer, error, folder)
     return FloatingPointError(f"{error}{_began(trainer, error.sequences)}. It is kept: reflux replay {place}")
 
 

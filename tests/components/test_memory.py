@@ -39,8 +39,8 @@ def test_files_that_a_container_has_cached_do_not_count_as_used(tmp_path: Path) 
 
 def test_what_is_kept_for_the_backward_pass_and_for_rollouts() -> None:
     shape = ModelShape(
-        parameters=100_000, decoder=80_000, linear=70_000, layers=2, hidden=64, intermediate=128, vocabulary=300,
-        kv_channels=32,
+        parameters=100_000, decoder=80_000, shared=20_000, linear=70_000, layers=2, hidden=64, intermediate=128,
+        vocabulary=300, kv_channels=32,
     )  # fmt: skip
 
     def of(mode: str, tokens: int) -> Need:
@@ -56,6 +56,14 @@ def test_what_is_kept_for_the_backward_pass_and_for_rollouts() -> None:
     of_a_place = [(long[mode].forward - short[mode].forward) * GIB / 4e6 for mode in modes]
     whole = 54 * 64 + 22 * 128
     assert of_a_place == pytest.approx([2 * 4 * 64 + whole, 2 * (23 * 64 + 8 * 128) + whole, 2 * whole])
+    kivi, int8 = (
+        need(DistillConfig(kv_cache=form, batch_sequences=2), shape, shape, "bfloat16") for form in ("kivi4", "int8")
+    )
+    places, tokens = 2 * DistillConfig().max_sequence_tokens, DistillConfig().max_sequence_tokens
+    assert (kivi.forward - int8.forward) * GIB == pytest.approx(2 * (4 * 64 - 2 * 32 + 2 * tokens) * places)
+    rotated = need(DistillConfig(rotation="hadamard", activation="plain"), shape, shape, "float32")
+    plain = need(DistillConfig(activation="plain"), shape, shape, "float32")
+    assert (rotated.step - plain.step) * GIB == pytest.approx(4 * 20_000), "its head is untied"
 
 
 def test_processes_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,12 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from stage_writers import writer_for
+from step_in_processes import trainer_of
 from tiny_chain import Chain
 
 from reflux.components.distill import stage
-from reflux.components.distill.replay import read
+from reflux.components.distill.replay import keep, read
+from reflux.components.distill.trainer import NotFiniteError
 from reflux.components.storage import Store
 from reflux.pipelines.__main__ import cli
 
@@ -99,6 +101,26 @@ def test_what_the_last_step_broke_is_kept_with_the_weights_that_were_validated(
     moved = load_file(tmp_path / "weights.safetensors")[name] - load_file(chain.model / "model.safetensors")[name]
     share = 0.5 if is_average else 1.0  # ema_decay 0.5; AdamW's first step is the rate
     assert moved.abs().median() == pytest.approx(share * 1e36, rel=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
+def test_the_step_is_made_again_with_its_start_and_its_share_of_the_teacher(
+    chain: Chain, tmp_path: Path, options: dict[str, object]
+) -> None:
+    earlier = chain.distilled(objective="forward_kl", on_policy_fraction=0.0, finetune_student_lr=1e-2)
+    options |= {"start_uri": str(chain.folder / "objects" / "distill" / earlier.key)}
+    trainer = trainer_of(chain, warmup_steps=0, joint_steps=0, on_policy_fraction=0.0, **options)
+    sequences = [*trainer.traces.values()][:3]
+    scored = sum(sequence.scored for sequence in sequences)
+    at_share = {w: trainer._accumulate(sequences, scored, w)[0] / scored for w in (0.25, 1.0)}
+    assert abs(at_share[0.25] - at_share[1.0]) > 0.1
+    writer = writer_for(
+        tmp_path / "store", "distill", trainer.config, traces=chain.traces, profile=chain.profile, labels=chain.labels
+    )
+    (tmp_path / "kept").mkdir()
+    place = keep(writer, trainer, NotFiniteError("it broke", sequences, 0.25), tmp_path / "kept")
+    shown = CliRunner().invoke(cli, ["replay", place, "--store", str(tmp_path / "store"), "--json"])
+    assert json.loads(shown.output)["loss_nats"] == pytest.approx(at_share[0.25], rel=1e-5)
 
 
 def test_a_trace_that_is_in_a_step_twice_is_kept_twice(chain: Chain, tmp_path: Path) -> None:
