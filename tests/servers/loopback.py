@@ -18,7 +18,14 @@ def answering(
 ) -> Iterator[str]:
     """The server's URL. `answer` gets the handler, a `base`, of each request, whatever its method."""
     methods = {f"do_{name}": answer for name in ("GET", "HEAD", "POST", "PATCH", "DELETE")}
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (base,), methods))
+    with served(type("Handler", (base,), methods), certificate) as url:
+        yield url
+
+
+@contextmanager
+def served(handler: Callable[..., BaseHTTPRequestHandler], certificate: Certificate | None = None) -> Iterator[str]:
+    """The URL of a server that makes one `handler` for each connection."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     if certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate.public, certificate.private)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from reflux.components.algorithms.draws import Sampling
 from reflux.components.algorithms.rollouts import Request, rollout
 from reflux.components.models import chat_token_ids, load_model, load_tokenizer
+from servers.loopback import served
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,17 +76,9 @@ def running(folder: Path, model_name: str = "tiny", **configured: Any) -> Iterat
     state = OpenAIServer(model_name=model_name, **configured)
     model, tokenizer = load_model(folder), load_tokenizer(folder)
     handler = type("Handler", (_Handler,), {"state": state, "model": model, "tokenizer": tokenizer})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    state.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
+    with served(handler) as url:
+        state.url = f"{url}/v1"
         yield state
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import yaml
+
+from servers import loopback
 
 SCHEMA = yaml.safe_load((Path(__file__).parents[1] / "data/crds/trainer.kubeflow.org.yaml").read_text())["TrainJob"]
 _PATH = re.compile(r"/apis/trainer\.kubeflow\.org/v1alpha1/namespaces/([^/]+)/trainjobs(?:/([^/]+))?")
@@ -68,16 +69,8 @@ def served() -> Iterator[Cluster]:
 
         do_GET = do_POST = do_DELETE = _handle
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    cluster.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with loopback.served(Handler) as cluster.url:
         yield cluster
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def answer(cluster: Cluster, verb: str, name: str, sent: Any) -> tuple[int, dict[str, Any]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-import threading
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from import_blocked import HEAVY, without
 from servers import certificates
 from servers.kfp_api_contract import Contract, serving
+from servers.loopback import served
 from toy_stages.pipeline import tea_party
 
 from reflux.pipelines.compile import compile_to_text
@@ -169,13 +169,8 @@ def test_a_login_page_is_not_the_api(tmp_path: Path) -> None:
     page = tmp_path / "apis" / "v2beta1" / "healthz"
     page.parent.mkdir(parents=True)
     page.write_text("<html>Who are you?</html>")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
-        said = refusal(Connection(host=f"http://127.0.0.1:{server.server_port}"))
-    finally:
-        server.shutdown()
-        server.server_close()
+    with served(functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as url:
+        said = refusal(Connection(host=url))
     assert "answers, but not as the API of Kubeflow Pipelines; where a login page stands before it" in said
 
 

@@ -9,16 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 import urllib3
 from click.testing import CliRunner, Result
 from servers.kfp_api_contract import Contract, serving
+from servers.loopback import served
 from toy_stages.pipeline import tea_party
 
 from reflux.pipelines.__main__ import cli
@@ -165,13 +165,8 @@ def mlflow(runs: list[dict[str, str]], token: str = "", told: object = None) -> 
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with served(Handler) as url:
+        yield url
 
 
 @pytest.mark.parametrize(("said", "code"), [("pass", 0), ("fail", 3)])
