@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-DIGESTED = ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+DIGESTED = (
+    "model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "chat_template.jinja",
+)  # fmt: skip
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """File -> sha256, of those that say what the model computes."""
+    """File -> sha256, of those that say what the model computes, and of what it is asked through."""
     return {name: _sha256(folder / name) for name in DIGESTED if (folder / name).is_file()}
 
 

@@ -14,6 +14,7 @@ from reflux.components.algorithms.effective_bits import (
 from reflux.components.algorithms.kv_forms import FULL_CACHE
 from reflux.components.algorithms.layer_bits import FULL_PRECISION
 from reflux.components.algorithms.low_bit import Scheme
+from reflux.components.serve.served_bundle import SERVED
 
 CARD = """---
 library_name: transformers
@@ -38,7 +39,7 @@ A low-bit student, distilled on its own rollouts by reflux and exported with the
     pip install -r requirements.txt
     python fallback.py "Why is the sky blue?"               # too many outliers in a prompt: the {weight_only} path
     python calibrate.py queries.txt --report report.json    # perplexity, latency and outliers on your own queries
-    PYTHONPATH=runtime vllm serve . --quantization reflux --enforce-eager    # in vLLM, activations rounded as here
+    {vllm}
 
 In Python, with `runtime/` on the path, `reflux.components.bundles.bundle.load_bundle(folder)` returns the model; pass
 it `position_ids`. Low-bit arithmetic is imitated in floating point: the results are those of the low-bit model, the
@@ -60,6 +61,7 @@ Quality is in the run's report, beside the teacher and the undistilled baselines
 model knew; nothing was checked about its safety. Prompts far from the training prompts deserve a look at
 calibrate.py's outlier share first.
 """
+VLLM = "PYTHONPATH=runtime vllm serve . --quantization reflux --enforce-eager    # in vLLM, activations rounded as here"
 
 
 def model_card(name: str, model: Any, scheme: Scheme, parents: dict[str, str]) -> str:
@@ -72,6 +74,7 @@ def model_card(name: str, model: Any, scheme: Scheme, parents: dict[str, str]) -
             f"{scheme.group_size}: "
             f"effective bits per weight {of_weights}"
         )
+    left_out = sorted(scheme.as_json().keys() - SERVED)
     cache = "full precision"
     if scheme.kv_cache != FULL_CACHE:
         cache = f"{scheme.kv_cache}: effective bits per value {cache_cost(scheme.kv_cache, head_channels(model))}"
@@ -81,6 +84,7 @@ def model_card(name: str, model: Any, scheme: Scheme, parents: dict[str, str]) -
         name=name,
         scheme_name=f"W{scheme.weight_bits}A{scheme.activation_bits}",
         weight_only=f"W{scheme.weight_bits}A{FULL_PRECISION}",
+        vllm=f"# not in vLLM, which does not compute {', '.join(left_out)}" if left_out else VLLM,
         weights=weights,
         activations=activations,
         cache=cache,

@@ -46,8 +46,8 @@ class DistillConfig:
     discount: float = 0.0
     """Of sampled_reverse_kl, in [0, 1]: how much the advantages of later tokens count for a token."""
     off_distribution: str = choice("refuse", ("refuse", "renormalise"))
-    """What sampled_reverse_kl does with rollouts at another temperature or top_p than 1: refuse, or renormalise, which
-    takes the ratio and its gradient of the distribution that was drawn from.
+    """What sampled_reverse_kl and verifier do with rollouts at another temperature or top_p than 1: refuse, or
+    renormalise, which takes the ratio and its gradient of the distribution that was drawn from.
     """
     sharpen_alpha: float = 2.0
     """Of sharpening: the exponent of the teacher's probability of a whole answer."""

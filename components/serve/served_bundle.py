@@ -54,7 +54,7 @@ def read_served(folder: Path) -> ServedBundle:
     if left_out := sorted(scheme.as_json().keys() - SERVED):
         raise ValueError(
             f"{folder}: its scheme has {', '.join(left_out)}, which reflux does not compute in a server; load it with "
-            "transformers (docs/low-bit.md)"
+            "transformers (docs/bundle.md)"
         )
     require_intact(folder, config.get("files", {}))
     table = policy_table.decode((folder / "policy_table.bin").read_bytes()) if scheme.needs_policy else None

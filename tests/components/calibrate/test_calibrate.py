@@ -305,5 +305,9 @@ def test_the_card_says_what_the_scheme_costs(tiny_model: Path) -> None:
     assert "student `sha256:ab`" in card
     mixed = model_card("tiny", model, Scheme(exceptions=("down_in=8",)), {})
     assert "| layers of other bits | `down_in=8` |" in mixed
+    assert all("vllm serve . --quantization reflux" in text for text in (card, mixed))
+    cached = model_card("tiny", model, Scheme(kv_cache="int8", rope_bits=8), {})
+    assert "# not in vLLM, which does not compute kv_cache, rope_bits" in cached
+    assert "vllm serve" not in cached
     unquantised = model_card("tiny", model, Scheme(weight_bits=16, activation_bits=16), {})
     assert "| weights | full precision |\n| activations | full precision |" in unquantised

@@ -204,7 +204,7 @@ def test_no_bundle_is_refused(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not BUNDLE, reason="REFLUX_BUNDLE names none")
 def test_a_real_bundle() -> None:
-    """A whole W4A4 model repeats its perplexity and not its logits (docs/low-bit.md), so means are compared: over the
+    """A whole W4A4 model repeats its perplexity and not its logits (docs/bundle.md), so means are compared: over the
     prompts, since answers are what vLLM itself found most likely.
     """
     folder, path = Path(BUNDLE), Path(torch.nn.functional.__file__)
