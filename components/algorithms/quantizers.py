@@ -176,10 +176,16 @@ class _RoundWeight(torch.autograd.Function):
 
 
 def plain(x: torch.Tensor, main_scale: torch.Tensor | None, bits: int) -> torch.Tensor:
-    """One dynamic scale per token: the largest |x| of the token falls on the largest code."""
+    """One dynamic scale per token: the largest |x| of the token falls on the largest code.
+
+    Computed in float32 whatever the type of x, as a deployed model does it: bfloat16 has no halves above 64, and of 8
+    bits a tenth of the codes would be others.
+    """
     top = largest_code(bits)
-    scale = (x.detach().abs().amax(-1, keepdim=True) / top).clamp(min=SMALLEST_SCALE)
-    return x + ((x / scale).round().clamp(-top, top) * scale - x).detach()
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    scale = (wide.abs().amax(-1, keepdim=True) / top).clamp(min=SMALLEST_SCALE)
+    rounded = ((wide / scale).round().clamp(-top, top) * scale).to(x.dtype)
+    return x + (rounded - x).detach()
 
 
 def dual(x: torch.Tensor, main_scale: torch.Tensor | None, bits: int) -> torch.Tensor:

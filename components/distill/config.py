@@ -10,7 +10,7 @@ from reflux.components.declare import check_choices, choice, later, setting, sou
 from .objective_checks import OF_DRAWS, check_objectives
 from .terms import OBJECTIVES, Term, parse
 
-STAGE_VERSION = "7"
+STAGE_VERSION = "8"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,6 +202,16 @@ def test_activations_keep_shape_type_zeros_and_gradient(name: str):
         assert (x.grad == 2.0).all()
 
 
+@BITS
+@pytest.mark.parametrize("name", sorted(QUANTIZERS))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_falls_on_the_codes_of_float32(name: str, dtype: torch.dtype, bits: int):
+    """A training in bfloat16 sees the grid that is deployed."""
+    x_ND, scale_N1 = weights(50, 64, seed=8).to(dtype), torch.full((50, 1), 0.05)
+    expected_ND = QUANTIZERS[name](x_ND.float(), scale_N1, bits)
+    assert torch.equal(QUANTIZERS[name](x_ND, scale_N1, bits), expected_ND.to(dtype))
+
+
 @pytest.mark.parametrize("name", sorted(QUANTIZERS))
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_token_that_is_not_finite_stays_visible(name: str, bad: float):
