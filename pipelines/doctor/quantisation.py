@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from reflux.components.algorithms.low_bit import LowBitLinear, full_precision_activations
-from reflux.components.algorithms.policies import KNOTS
 from reflux.components.artifacts import Artifact
+from reflux.components.bundles import policy_table
 from reflux.pipelines.doctor.finding import Finding
 
 ROPE_BITS = 8
@@ -32,7 +32,8 @@ def observers(profile: Artifact, sites: list[str], sequence_tokens: int) -> Find
         found = f"{len(silent)} of {len(sites)} sites have no statistics, the first is {silent[0]}"
         return Finding(check="observers", status="fail", found=found, fix=fix)
     seen = {row["position_from"] for row in rows if row["tokens"]}
-    begins = [0, *((a + b) // 2 + 1 for a, b in pairwise(KNOTS))]
+    knots = policy_table.decode(profile.file("policy_table.bin")).knots
+    begins = [0, *((a + b) // 2 + 1 for a, b in pairwise(knots))]
     if unseen := [begin for begin in begins if begin < sequence_tokens and begin not in seen]:
         found = (
             f"nothing was seen from position {unseen[0]} on, and distill's sequences have up to {sequence_tokens} "
