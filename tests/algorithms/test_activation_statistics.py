@@ -14,6 +14,8 @@ from reflux.components.algorithms.activation_statistics import (
     kurtosis,
     sarle_bimodality,
 )
+from reflux.components.algorithms.k_norm_steps import FINEST
+from reflux.components.algorithms.policies import KNOTS, PositionTable
 
 
 def activations(tokens: int, channels: int, seed: int = 0) -> torch.Tensor:
@@ -62,8 +64,14 @@ def test_the_main_scale_is_the_best_of_the_candidates(outlier: float):
         assert best < candidates[-1]  # the main grid does not stretch to the outliers
 
 
-def test_a_silent_site_gets_a_usable_scale():
-    assert best_main_scale(torch.zeros(4, 8), 4) > 0
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_silent_site_gets_a_scale_that_is_not_taken_for_a_saturated_one(bits: int):
+    scale = best_main_scale(torch.zeros(4, 8), bits)
+    table = PositionTable(["layers.0.down_in"], torch.full((1, len(KNOTS), 2), scale * FINEST))
+    table.check()
+    PositionTable(["layers.0.down_in"], torch.full((1, len(KNOTS), 2), scale)).for_bits(
+        {"layers.0.down_in": 8}, chosen_for=bits
+    ).check()
 
 
 def test_moments_of_known_shapes():

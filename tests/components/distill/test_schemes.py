@@ -116,7 +116,9 @@ def test_dead_channels_go_the_whole_way_as_zeros(tiny_model: Path, tmp_path: Pat
     weights["model.layers.1.self_attn.v_proj.weight"][:16] = 0
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     chain = tiny_chain.make(tmp_path, model)
-    student = chain.distilled(warmup_steps=1, joint_steps=0, finetune_steps=0, on_policy_fraction=0.0)
+    student = chain.distilled(
+        warmup_steps=1, joint_steps=0, finetune_steps=0, on_policy_fraction=0.0, exceptions=["layers.*.down_in=8"]
+    )
     parents = {"student": student, "profile": chain.profile, "traces": chain.traces}
     config = CalibrateConfig(student_uri=str(model), check_traces=2)
     writer = writer_for(tmp_path, "calibrate", config, **parents)

@@ -26,6 +26,8 @@ from reflux.components.calibrate import stage as calibrate
 from reflux.components.calibrate.config import CalibrateConfig
 from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.distill.config import DistillConfig
+from reflux.components.profile_kv import stage as profile_kv
+from reflux.components.profile_kv.config import ProfileKvConfig
 from reflux.components.storage import Store
 from reflux.pipelines import runs
 from reflux.pipelines.__main__ import cli
@@ -218,6 +220,15 @@ def test_observers_that_saw_nothing_are_named(evidence: Evidence) -> None:
     assert "scales there are copies" in short.found
 
 
+def test_observers_of_a_table_with_more_rows(evidence: Evidence, chain: Chain, tmp_path: Path) -> None:
+    config = ProfileKvConfig(student_uri=str(chain.model), cost_traces=0, knots_per_doubling=4)
+    writer = writer_for(tmp_path, "profile_kv", config, traces=chain.traces)
+    profile = writer.commit(profile_kv.run(config, traces=chain.traces, profile=writer))
+    sites = [*site_modules(student_of(evidence))]
+    assert quantisation.observers(profile, sites, 64).status == "ok"
+    assert quantisation.observers(profile, sites, 2048).status == "warn"
+
+
 def off_in_training(model: Any) -> None:
     def switch(m: Any, rounds: bool) -> None:
         if m.training:
@@ -284,7 +295,7 @@ def with_scale(table: PositionTable, scale: float) -> PositionTable:
 
 
 @pytest.mark.parametrize(
-    ("scale", "status"), [(0.02, "ok"), (5e-3, "warn"), (20.0, "warn"), (5e-5, "fail"), (float("nan"), "fail")]
+    ("scale", "status"), [(0.02, "ok"), (5e-3, "warn"), (20.0, "warn"), (5e-7, "fail"), (float("nan"), "fail")]
 )
 def test_a_policy_that_saturates(evidence: Evidence, scale: float, status: str) -> None:
     assert evidence.profiled is not None
