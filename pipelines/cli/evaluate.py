@@ -16,7 +16,7 @@ from reflux.pipelines.cli.options import AS_JSON
     "--base", required=True, metavar="MODEL", help="The model in full precision that it was made from: path, hub id, …"
 )
 @click.option(
-    "--prompts", default="builtin:demo_prompts", show_default=True, metavar="FILE", help="What both are asked."
+    "--prompts", default="builtin:demo_prompts.jsonl", show_default=True, metavar="FILE", help="What both are asked."
 )
 @click.option("--eval-text", default="", metavar="FILE", help="UTF-8 text for perplexity; default: Python's reference.")
 @click.option("--windows", type=int, default=8, show_default=True, help="Windows of the text.")
