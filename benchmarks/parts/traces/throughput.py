@@ -15,22 +15,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from arrow_numbers import flat
 
 from reflux.components import schemas, tables
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.storage import Store
 
+from .arrow_numbers import flat
+
 COLUMNS = ["topk_token_ids", "topk_logprobs", "tail_logmass"]
-SHARDS, ROWS, TOKENS, ROUNDS = 40, 32, 256, 7
+ROWS, TOKENS = 32, 256
 """As many traces in a shard and tokens in a trace as a run has by default."""
 
 
-def ratios(folder: Path, table: pa.Table, vocab_size: int) -> dict[str, float]:
+def ratios(folder: Path, table: pa.Table, vocab_size: int, *, shards: int, rounds: int) -> dict[str, float]:
     """Prints all speeds; ratio_write and ratio_read are ours over that of the faster plain way."""
     full = schemas.traces_topk(_width(table), vocab_size)
     schema = pa.schema([full.field(name) for name in ["trace_id", *COLUMNS]])
-    made = list(many_tables(table, schema, vocab_size))
+    made = list(many_tables(table, schema, vocab_size, shards))
     megabytes = sum(one.nbytes for one in made) / 1e6
     ours: dict[str, Any] = {}
 
@@ -65,17 +66,15 @@ def ratios(folder: Path, table: pa.Table, vocab_size: int) -> dict[str, float]:
         "pyarrow, our encodings": (write_encoded, read_plain),
     }
     seconds: dict[tuple[str, str], list[float]] = {(way, what): [] for way in ways for what in ("write", "read")}
-    for number in range(ROUNDS + 1):  # the first round warms up
+    for number in range(rounds + 1):  # the first round warms up
         for way, (write, read) in ways.items():
             place = folder / f"{number}-{way}"
             times = {"write": timed(write, place), "read": timed(read, place)}
             if number:
                 for what, spent in times.items():
                     seconds[way, what].append(spent)
-    print(
-        f"\n{megabytes:.0f} MB of top-k columns in {SHARDS} shards, medians of {ROUNDS} rounds in turn, MB/s (range)\n"
-    )
-    print("| | write | read |\n|---|---|---|")
+    print(f"\n{megabytes:.0f} MB of top-k columns in {shards} shards, medians of {rounds} rounds in turn, MB/s (range)")
+    print("\n| | write | read |\n|---|---|---|")
     speed = {key: megabytes / statistics.median(spent) for key, spent in seconds.items()}
     for way in ways:
         cells = [
@@ -91,12 +90,12 @@ def ratios(folder: Path, table: pa.Table, vocab_size: int) -> dict[str, float]:
     }
 
 
-def many_tables(table: pa.Table, schema: pa.Schema, vocab_size: int) -> Iterator[pa.Table]:
+def many_tables(table: pa.Table, schema: pa.Schema, vocab_size: int, shards: int) -> Iterator[pa.Table]:
     """Traces like the collected ones, none twice: their tokens in another order, ids moved, log-probabilities bent."""
     rng = np.random.default_rng(0)
     ids_NK, logprobs_NK = (flat(table[name]).reshape(-1, _width(table)) for name in ("topk_token_ids", "topk_logprobs"))
     tail_N = flat(table["tail_logmass"])
-    for shard in range(SHARDS):
+    for shard in range(shards):
         chosen = rng.integers(0, len(tail_N), ROWS * TOKENS)
         moved = (ids_NK[chosen].astype(np.int64) + rng.integers(0, vocab_size, (len(chosen), 1))) % vocab_size
         bent = (logprobs_NK[chosen] * rng.uniform(0.9, 1.1, (len(chosen), 1))).astype(np.float16)

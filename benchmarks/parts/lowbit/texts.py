@@ -26,7 +26,8 @@ from reflux.components.collect_traces.prompts import split_of
 from reflux.components.evaluate.text import evaluation_text
 from reflux.components.records import read_records
 
-PROMPTS = "builtin:demo_prompts.jsonl"
+from ..demo import PROMPTS
+
 HELDOUT_FRACTION = 0.2
 """As in collect_traces: a prompt judges or trains by the hash of its id alone."""
 TEST_TEXT, VALIDATION_TEXT, PROBLEMS = "wikitext2_test.txt", "wikitext2_valid.txt", "gsm8k_test.jsonl"

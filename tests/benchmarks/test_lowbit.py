@@ -2,42 +2,55 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import sys
 from pathlib import Path
 from typing import Any
 
+import lowbit
 import pytest
+import torch
+from parts.lowbit.rows import ORDER, RECIPE, ROWS, Rounded, Trained
+from parts.lowbit.texts import judging_text
+from parts.lowbit.workshop import laid_over
 
+from reflux.components.algorithms.low_bit import Scheme
 from reflux.components.models import load_model, load_tokenizer
+from reflux.pipelines import recipes
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SMALL = {"windows": 2, "window_tokens": 24, "answers": 3, "latency_tokens": 4}
 
 
-@pytest.fixture
-def lowbit(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
     monkeypatch.setenv("REFLUX_DATA", "")
-    return importlib.import_module("lowbit")
-
-
-def run(lowbit: Any, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
     out = Path(options[options.index("--out") + 1])
     monkeypatch.setattr(sys, "argv", ["lowbit.py", "--sizes", json.dumps(SMALL), "--threads", "1", *options])
     lowbit.main()
     return json.loads(out.read_text())
 
 
+def test_every_row_is_a_scheme_or_a_recipe() -> None:
+    """So that no row is refused after an hour."""
+    assert sorted(ORDER) == sorted(ROWS)
+    schemes = [Scheme(**row.scheme) for row in ROWS.values() if isinstance(row, Rounded)]
+    made = [
+        recipes.overridden(recipes.demo(), laid_over(RECIPE, row.changes)).distill
+        for row in ROWS.values()
+        if isinstance(row, Trained)
+    ]
+    assert len(schemes) >= 6
+    assert all(config.ema_decay == RECIPE["distill"]["ema_decay"] for config in made)
+    assert {config.on_policy_fraction for config in made} == {0.0, 0.75, 1.0}
+
+
 @pytest.mark.slow
 def test_rows_are_kept_and_what_cannot_be_made_says_why(
-    lowbit: Any, monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path
 ) -> None:
     common = ("--model", str(tiny_model), "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out.json"),
               "--venv", str(tmp_path / "venv"))  # fmt: skip
-    first = run(lowbit, monkeypatch, *common, "--rows", "fp32", "w4a4_distilled_in_domain")
+    first = run(monkeypatch, *common, "--rows", "fp32", "w4a4_distilled_in_domain")
     (row,) = first["table"]
     assert (row["scheme"], row["role"], row["perplexity_ratio"], row["memory_ratio"]) == ("fp32", "full", 1.0, 1.0)
     assert row["kl_heldout_nats"] == pytest.approx(0, abs=1e-9)
@@ -50,16 +63,13 @@ def test_rows_are_kept_and_what_cannot_be_made_says_why(
     assert first["not_run"][0]["scheme"] == "w4a4_distilled_in_domain"
     assert "--data" in first["not_run"][0]["reason"]
 
-    later = run(lowbit, monkeypatch, *common, "--minutes", "0", "--rows", "fp32", "w4a16_rtn")
+    later = run(monkeypatch, *common, "--minutes", "0", "--rows", "fp32", "w4a16_rtn")
     assert later["table"] == first["table"]
     assert later["not_run"][0]["scheme"] == "w4a16_rtn"
     assert "--minutes" in later["not_run"][0]["reason"]
 
 
 def perplexity_by_hand(cache: Path) -> float:
-    import torch
-    from lowbit_texts import judging_text
-
     (folder,) = (cache / "model").iterdir()
     windows = judging_text(None, load_tokenizer(folder), SMALL["windows"], SMALL["window_tokens"])["windows"]
     model, words, nats = load_model(folder), len(load_tokenizer(folder)), []

@@ -1,5 +1,9 @@
 """The output head and the Jensen-Shannon divergence of 8 x 192 tokens in chunks, value and gradient, ours or Liger's: a
-part of make bench, each in the environment that has it. Shapes: N tokens, D hidden, P words.
+part of make bench, each in the environment that has it.
+
+    python head_loss.py reflux|liger THREADS [CHUNK]
+
+Shapes: N tokens, C tokens of a chunk, D hidden, P words.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from reflux.components import models
 from reflux.components.algorithms.losses import beta_jsd
 
 pytestmark = pytest.mark.slow
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+SIDES = Path(__file__).resolve().parents[2] / "benchmarks" / "parts" / "trainer"
 ALLOCATIONS = """
 import torch
 from side import ROLLOUTS, Allocations
@@ -35,9 +35,7 @@ print(allocations.end(model))
 
 
 def test_peaks_are_counted_above_what_was_there_before() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ALLOCATIONS], cwd=BENCHMARKS, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", ALLOCATIONS], cwd=SIDES, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.strip().splitlines()[-1].replace("'", '"'))
     assert found["rollout_peak_mb"] == pytest.approx(5.0, abs=0.01)
     assert found["above_floor_mb"] == pytest.approx(2.0, abs=0.01)  # 8 - 2 that went, less the 4 of a gradient
@@ -56,7 +54,7 @@ def test_our_side_answers_with_the_loss_and_what_a_step_took(tiny_model: Path, t
     batch = [{"prompt": [1, 50, 60], "completion": [70, 80]}, {"prompt": [1, 9], "completion": [11, 12, 13]}]
     asked = [{"do": "loss", "sequences": batch}, {"do": "step"}, {"do": "memory"}, {"do": "step"}]
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "side_reflux.py"), str(file)],
+        [sys.executable, str(SIDES / "side_reflux.py"), str(file)],
         input="".join(json.dumps(command) + "\n" for command in asked), capture_output=True, text=True, check=True,
     )  # fmt: skip
     lines = (line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT "))

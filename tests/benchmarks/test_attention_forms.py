@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "attention_forms.py"
-
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "attention_forms.py"
 
 ROWS = ("full", "cache int8", "cache kivi2", "rope 8", "rope 4", "turned", "a4 dual", "w4a4 hadamard")
 

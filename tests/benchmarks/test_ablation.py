@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from parts.paired import paired_difference
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "ablation.py"
-
-
-@pytest.fixture(scope="module")
-def ablation() -> Any:
-    spec = importlib.util.spec_from_file_location("ablation", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ablation"] = module  # its dataclass looks itself up
-    spec.loader.exec_module(module)
-    return module
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "ablation.py"
 
 
-def test_what_prompts_and_seeds_have_in_common_cancels(ablation: Any) -> None:
+def test_what_prompts_and_seeds_have_in_common_cancels() -> None:
     random = np.random.default_rng(1)
     base_SU = 10 * random.random((3, 20)) + 100 * random.random((1, 20))
-    same = ablation.paired_difference(base_SU + 0.5, base_SU)
+    same = paired_difference(base_SU + 0.5, base_SU)
     assert same == {"mean": 0.5, "low": 0.5, "high": 0.5, "p": 0.0}
     noise_SU = random.normal(size=(3, 20))
-    noisy = ablation.paired_difference(base_SU + noise_SU - noise_SU.mean(), base_SU)
+    noisy = paired_difference(base_SU + noise_SU - noise_SU.mean(), base_SU)
     assert noisy["mean"] == pytest.approx(0, abs=1e-5)
     assert noisy["low"] < 0 < noisy["high"]
     assert noisy["p"] > 0.5
-    assert ablation.paired_difference(base_SU, base_SU)["p"] == 1.0
+    assert paired_difference(base_SU, base_SU)["p"] == 1.0
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """One model of lowbit.py, measured in a process of its own, by the code that evaluate measures with.
 
-    python lowbit_measure.py SPEC.json
+    python measure.py SPEC.json
 
 The last line is JSON. `part` is `teaching` (the base's greedy answers to the held-out prompts, and its hidden states,
 which the others are compared with) or one of PARTS, which are kept apart, so that little is lost when time runs out.

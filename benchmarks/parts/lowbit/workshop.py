@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lowbit_rows import CHAT, OWN, PROFILED, RECIPE, ROWS, Peer, Trained
-from lowbit_texts import VALIDATION_TEXT, own_prompts, own_text, passages_of
 
 from reflux.components.artifacts import Artifact
 from reflux.components.storage import Store
 
+from .rows import CHAT, OWN, PROFILED, RECIPE, ROWS, Peer, Trained
+from .texts import VALIDATION_TEXT, own_prompts, own_text, passages_of
+
 FOLDER = Path(__file__).parent
 PEERS = FOLDER / "lowbit_peers.txt"
+"""Its text and that of lowbit_peers.py are part of the key of every checkpoint: changed, all are made again."""
 READER = ("compressed-tensors==0.17.0", "loguru==0.7.3")
 """Read the peers' checkpoints here; the versions in their own environment do not fit our transformers."""
 CALIBRATION = {"passages": 32, "tokens": 384}
@@ -103,10 +105,7 @@ def run_of(shop: Workshop, name: str, *, until: str = "") -> tuple[Path, dict[st
     """
     row = ROWS[name]
     assert isinstance(row, Trained)
-    config: dict[str, dict[str, Any]] = {}
-    for layer in (RECIPE, row.changes, shop.recipe):
-        for stage, values in layer.items():
-            config[stage] = config.get(stage, {}) | values
+    config = laid_over(RECIPE, row.changes, shop.recipe)
     prompts = training_prompts(shop, row.text)
     key = digest([config, prompts])[:12]
     run = shop.cache / "runs" / f"{row.text}-{key}"
@@ -123,6 +122,15 @@ def run_of(shop: Workshop, name: str, *, until: str = "") -> tuple[Path, dict[st
         )  # fmt: skip
         had = json.loads(record.read_text())
     return run, had
+
+
+def laid_over(*layers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Stage -> field -> value; later layers win."""
+    config: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for stage, values in layer.items():
+            config[stage] = config.get(stage, {}) | values
+    return config
 
 
 def profiled_table(shop: Workshop) -> Path:
