@@ -16,7 +16,8 @@ from reflux.pipelines import recipes
 from reflux.pipelines.__main__ import cli
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("components/*/README.md")])
+PLACES = ("*.md", "docs/*.md", "*/README.md", "components/*/README.md")
+DOCUMENTS = sorted(path for place in PLACES for path in ROOT.glob(place))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
@@ -99,3 +100,12 @@ def test_the_tree_is_the_tree() -> None:
         path = folder / name if line.startswith(" ") else folder
         missing += [] if path.exists() else [name]
     assert missing == []
+
+
+def test_every_benchmark_is_described() -> None:
+    text = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    programs = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    results = dict(re.findall(r"^\| (\S+\.py) \| .*? \| (.*?) ?\|$", text, re.MULTILINE))
+    assert set(re.findall(r"\[(\w+\.py)\]\(\1\)", text)) == programs == results.keys()
+    titles = re.findall(r"^## (\S+)  (.*)$", (ROOT / "LOG.md").read_text("utf-8"), re.MULTILINE)
+    assert {entry for entry in results.values() if entry} <= {" ".join(title) for title in titles}
