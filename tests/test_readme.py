@@ -20,6 +20,7 @@ PLACES = ("*.md", "docs/*.md", "*/README.md", "components/*/README.md")
 DOCUMENTS = sorted(path for place in PLACES for path in ROOT.glob(place))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+TO_HEADING = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
 
 
 def blocks(language: str) -> list[str]:
@@ -89,6 +90,18 @@ def test_what_python_is_told_to_import_is_there() -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(path: Path) -> None:
     assert [link for link in LINK.findall(path.read_text("utf-8")) if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_to_headings_find_them(path: Path) -> None:
+    links = [(path.parent / page if page else path, name) for page, name in TO_HEADING.findall(path.read_text("utf-8"))]
+    assert [name for page, name in links if page.suffix == ".md" and name not in headings(page)] == []
+
+
+def headings(path: Path) -> set[str]:
+    """The names that links give the headings of a page, as GitHub makes them."""
+    texts = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text("utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}
 
 
 def test_the_tree_is_the_tree() -> None:
