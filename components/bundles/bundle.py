@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from reflux.components.algorithms.cpu_kernels import CodedWeight
@@ -33,6 +33,8 @@ from reflux.components.bundles.bundle_digests import require_intact
 from reflux.components.bundles.packed_linear import BESIDE, PACKED, coded_linear, packed_linear
 
 FORMAT = "reflux-bundle/1"
+PARTS = ("scheme", "scheme_sha256", "weights", "activations")
+"""Of quant_config.json, without which no bundle is loaded."""
 
 
 def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
@@ -156,19 +158,24 @@ def quant_config(model: Any, scheme: Scheme, thresholds: dict[str, float], fallb
 
 
 def read_quant_config(folder: Path) -> dict[str, Any]:
-    """quant_config.json of a bundle. ValueError if the folder is no bundle, of another format, or not deployed
-    weights.
+    """quant_config.json of a bundle. ValueError if the folder is no bundle, of another format, not whole, or not
+    deployed weights.
     """
     path = folder / "quant_config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: is no bundle, it has no quant_config.json")
-    config = json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is no JSON, it was changed or cut short ({error})") from None
     if config.get("format") != FORMAT:
         raise ValueError(f"{path}: format {config.get('format')!r}, this reflux reads {FORMAT}")
     if config.get("checkpoint") != "deployed":
         raise ValueError(
             f"{path}: checkpoint {config.get('checkpoint')!r}, a bundle holds deployed weights, not latent ones"
         )
+    if missing := [name for name in PARTS if name not in config]:
+        raise ValueError(f"{path}: has no {missing[0]!r}, it was changed")
     return config
 
 
@@ -183,6 +190,18 @@ def read_scheme(folder: Path) -> Scheme:
     return scheme
 
 
+def open_weights(folder: Path) -> Any:
+    """The bundle's model.safetensors, opened. ValueError if it is cut short, or holds master weights."""
+    path = folder / "model.safetensors"
+    try:
+        file = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as safetensors ({error})") from error
+    if (file.metadata() or {}).get("checkpoint") == "latent":
+        raise ValueError(f"{path}: holds latent master weights, not deployed ones")
+    return file
+
+
 def load_bundle(folder: Path) -> Any:
     """The deployed model of a bundle, in eval mode: weights from the packed codes, activations rounded as in
     training.
@@ -193,9 +212,7 @@ def load_bundle(folder: Path) -> Any:
         del config.quantization_config  # read here, not by transformers
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     missing = set(model.state_dict()) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        if (file.metadata() or {}).get("checkpoint") == "latent":
-            raise ValueError(f"{folder}/model.safetensors: holds latent master weights, not deployed ones")
+    with open_weights(folder) as file:
         state = dict(dequantized(file, weights))
     if missing != state.keys():
         raise ValueError(

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -30,7 +29,7 @@ from reflux.components.algorithms.cpu_kernels import (
 )
 from reflux.components.algorithms.low_bit import apply_scheme, round_attention
 from reflux.components.bundles import policy_table
-from reflux.components.bundles.bundle import dequantized, read_quant_config, read_scheme
+from reflux.components.bundles.bundle import dequantized, open_weights, read_quant_config, read_scheme
 from reflux.components.bundles.bundle_digests import require_intact
 from reflux.components.bundles.packed_linear import coded_linear
 
@@ -48,6 +47,8 @@ def low_bit_config(folder: str | Path, forward: str = "simulated") -> Any:
         raise ValueError(f"forward {forward!r}: allowed are {FORWARDS}")
     folder = Path(folder)
     read_scheme(folder)
+    with open_weights(folder):  # which transformers would open first, and name nothing
+        pass
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     config.quantization_config = {"quant_method": METHOD, "folder": str(folder), "forward": forward}
     return config
@@ -99,7 +100,7 @@ class BundleQuantizer(HfQuantizer):
         folder = Path(self.quantization_config.folder)
         fill = _deployed if self.quantization_config.forward == "deployed" else _simulated
         require_intact(folder, read_quant_config(folder).get("files", {}))
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
+        with open_weights(folder) as file:
             return fill(model, folder, file).requires_grad_(False)
 
     @property

@@ -71,11 +71,13 @@ def check(queries: list[str]) -> dict[str, Any]:
     thresholds = {site: entry["outlier_threshold"] for site, entry in config["activations"].items()}
     nats = {"low_bit": 0.0, "w4a16": 0.0}
     milliseconds: dict[str, list[float]] = {"low_bit": [], "w4a16": []}
-    shares, tokens = [], 0
+    shares, tokens, cut = [], 0, 0
     for query in queries:
-        token_ids = tokenizer(query)["input_ids"][: model.config.max_position_embeddings]
+        whole = tokenizer(query)["input_ids"]
+        token_ids = whole[: model.config.max_position_embeddings]
         if len(token_ids) < 2:
             continue
+        cut += len(token_ids) < len(whole)
         tokens += len(token_ids) - 1
         with counting_outliers(model, thresholds) as count:
             spent, took = measure(model, token_ids)
@@ -90,6 +92,8 @@ def check(queries: list[str]) -> dict[str, Any]:
         raise ValueError("no query has two tokens or more")
     return {
         "queries": len(shares),
+        "queries_too_short": len(queries) - len(shares),
+        "queries_cut": cut,
         "tokens": tokens,
         "perplexity": {path: math.exp(total / tokens) for path, total in nats.items()},
         "forward_ms_p50": {path: statistics.median(values) for path, values in milliseconds.items()},

@@ -70,7 +70,11 @@ class Server:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompt", nargs="+")
-    server, arguments = Server(), parser.parse_args()
+    arguments = parser.parse_args()
+    try:
+        server = Server()
+    except (OSError, ValueError) as error:
+        sys.exit(f"fallback.py: {error}")
     for prompt in arguments.prompt:
         print(json.dumps(server.answer(prompt)))
     print(json.dumps({"answered": dict(server.answered)}))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tiny_bundle import write_tiny_bundle
 from transformers import AutoModelForCausalLM
 
@@ -96,6 +97,40 @@ def test_a_file_that_is_gone_is_named(bundle: Path) -> None:
     (bundle / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"tokenizer\.json: is missing, the bundle was exported with it"):
         load_bundle(bundle)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "message"),
+    [
+        ("model.safetensors", 5000, "cannot be read as safetensors"),
+        ("model.safetensors", 4, "cannot be read as safetensors"),
+        ("quant_config.json", 2000, "is no JSON, it was changed or cut short"),
+        ("quant_config.json", 0, "is no JSON, it was changed or cut short"),
+    ],
+)
+def test_a_file_cut_short_is_named(bundle: Path, name: str, kept: int, message: str) -> None:
+    path = bundle / name
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=rf"{name}: {message}"):
+        load_bundle(bundle)
+    with pytest.raises(ValueError, match=rf"{name}: {message}"):
+        AutoModelForCausalLM.from_pretrained(bundle, config=low_bit_config(bundle))
+
+
+@pytest.mark.parametrize("part", ["scheme", "scheme_sha256", "weights", "activations"])
+def test_a_description_that_lacks_a_part_is_refused(bundle: Path, part: str) -> None:
+    description = json.loads((bundle / "quant_config.json").read_text())
+    del description[part]
+    (bundle / "quant_config.json").write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=rf"quant_config\.json: has no '{part}', it was changed"):
+        load_bundle(bundle)
+
+
+def test_master_weights_in_its_place_are_refused(bundle: Path) -> None:
+    weights = load_file(bundle / "model.safetensors")
+    save_file(weights, bundle / "model.safetensors", metadata={"checkpoint": "latent", "format": "pt"})
+    with pytest.raises(ValueError, match="holds latent master weights, not deployed ones"):
+        low_bit_config(bundle)
 
 
 @pytest.mark.parametrize("kept", [0, 7, 40, -1])

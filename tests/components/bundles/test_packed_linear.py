@@ -24,7 +24,7 @@ def some_codes(rows: int, columns: int, bits: int, seed: int = 0) -> torch.Tenso
     return torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (rows, columns), generator=generator, dtype=torch.int8)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(bits=st.integers(2, 8), rows=st.integers(1, 4), columns=st.integers(1, 70), seed=st.integers(0, 99))
 def test_codes_survive_packing(bits: int, rows: int, columns: int, seed: int) -> None:
     codes_NM = some_codes(rows, columns, bits, seed)

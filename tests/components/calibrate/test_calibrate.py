@@ -261,11 +261,13 @@ def test_the_scripts_work_where_reflux_is_not_installed(bundle: Path, tmp_path: 
     assert all(answer["path"] in ("low_bit", "w4a16") and 0 <= answer["outlier_share"] <= 1 for answer in answers)
     assert sum(counted["answered"].values()) == 2
 
-    (bundle / "queries.txt").write_text("What is 3 and 3?\n\nx\nWhat is an outlier?\n")
+    (bundle / "queries.txt").write_text(f"What is 3 and 3?\n\nx\nWhat is an outlier?\n{'long ' * 110}\n")
     checked = alone(bundle, "calibrate.py", "queries.txt", "--report", "report.json")
     assert checked.returncode == 0, checked.stderr
     report = json.loads((bundle / "report.json").read_text())
-    assert report["queries"] == 2  # one of a single byte has nothing to predict
+    assert report["queries"] == 3
+    assert report["queries_too_short"] == 1  # one of a single byte has nothing to predict
+    assert report["queries_cut"] == 1  # the context is 512 bytes
     assert 1 < report["perplexity"]["low_bit"] < 10_000
     assert report["perplexity"].keys() == report["forward_ms_p50"].keys() == {"low_bit", "w4a16"}
     assert report["latency_of"] == "simulated"
