@@ -1,10 +1,11 @@
 """Products of codes on torch's CPU kernels: integers are exact, values are those of the imitated forward.
 
-Shapes: O outputs, I inputs, N tokens.
+Shapes: O outputs, I inputs, G groups of S inputs, N tokens, R rows of codes.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,15 @@ def test_the_integer_path_is_the_imitated_one(
     restored = (rows.codes_RI * rows.scale_R1).reshape(rows.grids, tokens, -1).sum(0)
     assert torch.equal(restored, rounded[0])  # the codes and scales of the forward that is trained, to the bit
     assert rows.grids == {"plain": 1, "dual": 2}[activation]
+    steps_OI = weight.codes_OI.numpy().astype(np.int64)
+    if weight.zero_OG is not None:
+        steps_OI -= weight.zero_OG.numpy().repeat(group_size, 1)
+    sums_GRO = np.einsum(
+        "rgs,ogs->gro",
+        rows.codes_RI.numpy().astype(np.int64).reshape(len(rows.codes_RI), -1, group_size),
+        steps_OI.reshape(len(steps_OI), -1, group_size),
+    )
+    np.testing.assert_array_equal(linear.group_sums(rows.codes_RI).numpy(), sums_GRO)
     values_OI = weight_values(weight.codes_OI, weight.scale_OG, weight.zero_OG)
     expected = nn.functional.linear(rounded, values_OI, torch.arange(32.0))
     torch.testing.assert_close(linear(x), expected, rtol=1e-4, atol=1e-3 * expected.std().item())
