@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -149,7 +149,9 @@ def logits(model: Any, window_WT: torch.Tensor, site_bits: dict[str, int]) -> tu
     head, found, captured = output_head(model), [], []
     columns = list(range(window_WT.shape[1]))
     for window_T in window_WT:
-        watching = watching_capture(model, site_bits, [0] * len(columns), columns) if site_bits else nullcontext([])
+        watching: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        if site_bits:
+            watching = watching_capture(model, site_bits, [0] * len(columns), columns)
         with watching as of_window:
             position_1T = torch.arange(len(window_T))[None]
             hidden_BTD = final_hidden_states(model, window_T[None], torch.ones_like(window_T)[None], position_1T)

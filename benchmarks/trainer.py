@@ -149,12 +149,15 @@ def side(name: str, shared: dict[str, Any], folder: Path, given: argparse.Namesp
         [python, str(PARTS / script), str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
         env=environment(given),
     )  # fmt: skip
+    asked, answered = process.stdin, process.stdout
+    assert asked is not None
+    assert answered is not None
 
     def ask(do: str, **more: Any) -> dict[str, Any]:
         if do != "begin":
-            process.stdin.write(json.dumps({"do": do, **more}) + "\n")
-            process.stdin.flush()
-        for line in process.stdout:
+            asked.write(json.dumps({"do": do, **more}) + "\n")
+            asked.flush()
+        for line in answered:
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK))
         log.seek(0)
@@ -166,7 +169,7 @@ def side(name: str, shared: dict[str, Any], folder: Path, given: argparse.Namesp
             raise ValueError(f"--peer {given.peer}: has torch {ready['torch']}, not {torch.__version__}")
         yield ask
     finally:
-        process.stdin.close()
+        asked.close()
         process.kill()
         process.wait()
         log.close()

@@ -154,7 +154,7 @@ def taught(spec: dict[str, Any]) -> Decisions:
 @torch.no_grad()
 def divergences(held: list[Batch], own: Decisions, reference: Decisions, vocab_size: int) -> dict[str, float]:
     """Trace id -> KL(T ‖ S), nats, summed over the answer."""
-    found = {}
+    found: dict[str, float] = {}
     for batch, own_ND, teacher_ND in zip(held, own.hidden, reference.hidden, strict=True):
         kl_N = torch.cat([
             forward_kl(
