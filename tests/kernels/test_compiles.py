@@ -1,4 +1,6 @@
-"""Every launch that a dispatch can make compiles for every GPU we name, without a GPU: no spills, and it fits."""
+"""Every launch that a dispatch can make compiles for every GPU we name, without a GPU: no spills, and a block fits into
+shared memory and registers.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +35,10 @@ SHARED_KIB = {  # shared memory of one block, CUDA programming guide and AMD CDN
     GPUTarget("cuda", 100, 32): 227,  # B200
     GPUTarget("hip", "gfx942", 64): 64,  # MI300
 }
+REGISTERS = {"cuda": 2**16 // 32, "hip": 4 * 512}
+"""That one thread of every warp together may take: a multiprocessor's, or those of a compute unit's four SIMDs."""
+LEAST_WARPS = {"dual_scale_quant": 16}
+"""That have to fit at once, where an operation waits for memory: while some wait others work."""
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 EVEN = ("_ptr", "_row", "width", "part")
 """Ends of the names of what is a multiple of 16 for nearly all models."""
@@ -70,19 +76,22 @@ class Launch:
 
 def dual_scale_launches() -> Iterator[tuple[str, Launch]]:
     for function in (dual_scale_quant.forward_kernel, dual_scale_quant.backward_kernel):
-        for channels, dtype in (
-            (63, torch.float32),
-            (576, torch.float16),
-            (1536, torch.bfloat16),
-            (8192, torch.float32),
+        for channels, dtype, scale in (
+            (63, torch.float32, torch.float32),
+            (576, torch.float16, torch.float16),
+            (1536, torch.bfloat16, torch.bfloat16),
+            (1536, torch.bfloat16, torch.float32),
+            (8192, torch.float32, torch.float32),
         ):
             options = dict(dual_scale_quant.launch_options(channels))
             constants = {"TOP": 7, "BLOCK": options.pop("BLOCK"), "x_column": 1, "grad_column": 1}
-            pointers = dict.fromkeys(("x_ptr", "main_scale_ptr", "values_ptr", "grad_ptr", "grad_scale_ptr"), dtype)
+            pointers = dict.fromkeys(("x_ptr", "values_ptr", "grad_ptr"), dtype)
+            pointers |= dict.fromkeys(("main_scale_ptr", "grad_scale_ptr"), scale)
             launch = Launch(
                 function=function, pointers=pointers, constants=constants, options=options, aligned=channels != 63
             )
-            yield f"dual_scale_quant.{function.__name__} {channels}", launch
+            beside = f" beside {_word(scale)}" if scale != dtype else ""
+            yield f"dual_scale_quant.{function.__name__} {channels}{beside}", launch
 
 
 def lm_head_launches(*, hip: bool) -> Iterator[tuple[str, Launch]]:
@@ -138,15 +147,18 @@ def launches(target: GPUTarget) -> dict[str, Launch]:
     return dict(dual_scale_launches()) | dict(lm_head_launches(hip=target.backend == "hip"))
 
 
-def spilled_bytes(target: GPUTarget, binary: CompiledKernel, folder: Path) -> int:
-    """Bytes of registers that went to memory, by the vendor's own count."""
+def registers(target: GPUTarget, binary: CompiledKernel, folder: Path) -> tuple[int, int]:
+    """Of a thread, and bytes of them that went to memory, by the vendor's own count."""
     if target.backend == "hip":
-        return int(re.search(r"\.private_segment_fixed_size:\s*(\d+)", binary.asm["amdgcn"]).group(1))
+        names = ("vgpr_count", "private_segment_fixed_size")
+        used, spilled = (int(re.search(rf"\.{name}:\s*(\d+)", binary.asm["amdgcn"]).group(1)) for name in names)
+        return used, spilled
     (folder / "kernel.cubin").write_bytes(binary.asm["cubin"])
     report = subprocess.run(
         [CUOBJDUMP, "--dump-resource-usage", folder / "kernel.cubin"], capture_output=True, text=True, check=True
     ).stdout
-    return sum(int(n) for n in re.search(r"STACK:(\d+) .*?LOCAL:(\d+)", report).groups())
+    used, *spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", report).groups())
+    return used, sum(spilled)
 
 
 @pytest.mark.parametrize("name", launches(GPUTarget("cuda", 80, 32)))
@@ -154,7 +166,10 @@ def spilled_bytes(target: GPUTarget, binary: CompiledKernel, folder: Path) -> in
 def test_compiles(target: GPUTarget, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))  # nothing compiled earlier counts
     binary = launches(target)[name].compiled(target)
-    assert spilled_bytes(target, binary, tmp_path) == 0
+    used, spilled = registers(target, binary, tmp_path)
+    assert spilled == 0
+    warps = max(binary.metadata.num_warps, LEAST_WARPS.get(name.partition(".")[0], 0))
+    assert used * warps <= REGISTERS[target.backend]
     assert binary.metadata.shared <= SHARED_KIB[target] * 1024
     if target.backend == "cuda" and name.startswith("dual_scale_quant"):  # what makes values equal to the reference
         assert "div.rn.f32" in binary.asm["ptx"]

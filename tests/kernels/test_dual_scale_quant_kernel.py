@@ -68,6 +68,15 @@ def test_bfloat16_is_computed_in_float32():
 
 
 @runs_the_kernel
+def test_the_scales_of_a_table_are_float32_beside_values_of_half_precision():
+    x, scale, upstream = inputs((3, 63), torch.float16)
+    ours, theirs = both(x, scale.float(), upstream, 4)
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[2], theirs[2])
+    assert [t.dtype for t in ours] == [torch.float16, torch.float16, torch.float32]
+
+
+@runs_the_kernel
 def test_strided_inputs_and_gradients():
     x, scale, upstream = inputs((4, 3, 126))
     for change in (lambda t: t[..., ::2], lambda t: t.transpose(0, 1), lambda t: t[1:, :2]):
