@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from reflux.components.declare import source
 
-STAGE_VERSION = "11"
+STAGE_VERSION = "12"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from reflux.components.algorithms.quantizers import require_grid
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundles import latent, policy_table
 from reflux.components.bundles.bundle import load_bundle, quantized_bits
+from reflux.components.bundles.outliers import FIRST_POSITION
 from reflux.components.sequences import padded
 
 from .card import model_card
@@ -84,15 +85,17 @@ def run(
 
 
 def _check_sequences(traces: Artifact, count: int) -> dict[str, list[int]]:
-    """Trace id -> token ids of the first training traces that predict anything. ValueError if there is none."""
+    """Trace id -> token ids of the first training traces that have a token which counts for the thresholds. ValueError
+    if there is none.
+    """
     columns = ["trace_id", "split", "prompt_token_ids", "response_token_ids"]
     rows = [row for row in traces.table("traces", columns).to_pylist() if row["split"] == "train"]
     token_ids = {row["trace_id"]: row["prompt_token_ids"] + row["response_token_ids"] for row in rows}
-    usable = {trace_id: ids for trace_id, ids in sorted(token_ids.items()) if len(ids) > 1}
+    usable = {trace_id: ids for trace_id, ids in sorted(token_ids.items()) if len(ids) > FIRST_POSITION}
     if not usable:
         raise ValueError(
-            "calibrate: the traces hold no training trace of two tokens or more, on which thresholds are calibrated "
-            "and the bundle is checked"
+            f"calibrate: the traces hold no training trace of {FIRST_POSITION + 1} tokens or more, on which thresholds "
+            "are calibrated and the bundle is checked"
         )
     return dict([*usable.items()][:count])
 
@@ -131,7 +134,9 @@ def _logprobs(model: Any, sequences: dict[str, list[int]], phase: str) -> list[t
 def _outlier_thresholds(
     model: Any, scheme: Scheme, sequences: dict[str, list[int]], quantile: float
 ) -> dict[str, float]:
-    """Site that rounds -> quantile over tokens of the largest |x| that enters it. ValueError as in `_logprobs`."""
+    """Site that rounds -> quantile, over tokens from FIRST_POSITION on, of the largest |x| that enters it. ValueError
+    as in `_logprobs`.
+    """
     rounding = {site for site, bits in bits_of_sites(model, scheme).items() if bits < FULL_PRECISION}
     if not rounding:
         return {}
@@ -139,7 +144,7 @@ def _outlier_thresholds(
 
     def see(site: str, x_BTD: torch.Tensor) -> None:
         if site in rounding:
-            largest[site].append(x_BTD.abs().amax(-1).flatten())
+            largest[site].append(x_BTD[:, FIRST_POSITION:].abs().amax(-1).flatten())
 
     with watching_sites(model, see):
         for done, (trace_id, ids) in enumerate(sequences.items()):

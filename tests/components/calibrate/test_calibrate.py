@@ -33,7 +33,7 @@ from reflux.components.algorithms.quantizers import weight_codes, weight_values
 from reflux.components.artifacts import Artifact
 from reflux.components.bundles import policy_table
 from reflux.components.bundles.bundle import load_bundle, read_scheme
-from reflux.components.bundles.outliers import counting_outliers
+from reflux.components.bundles.outliers import FIRST_POSITION, counting_outliers
 from reflux.components.bundles.packed_linear import pack
 from reflux.components.calibrate import stage
 from reflux.components.calibrate.bundle_files import fallback
@@ -149,7 +149,7 @@ def test_thresholds_are_quantiles_of_what_enters_each_site(
     model, largest = trained(chain, student), dict[str, list[float]]()
 
     def see(site: str, x_BTD: torch.Tensor) -> None:
-        largest.setdefault(site, []).extend(x_BTD.abs().amax(-1)[0].tolist())
+        largest.setdefault(site, []).extend(x_BTD.abs().amax(-1)[0, FIRST_POSITION:].tolist())
 
     with torch.no_grad(), counting_outliers(model, thresholds) as count, watching_sites(model, see):
         for row in rows:
@@ -159,10 +159,17 @@ def test_thresholds_are_quantiles_of_what_enters_each_site(
     assert count.seen == sum(map(len, largest.values()))
     assert count.beyond == sum(value > thresholds[site] for site, seen in largest.items() for value in seen)
     assert 0 < count.share < 0.02
-    assert artifact.metrics["checked_tokens"] * len(thresholds) == count.seen
+    later = artifact.metrics["checked_tokens"] - FIRST_POSITION * artifact.metrics["checked_traces"]
+    assert later * len(thresholds) == count.seen
     with counting_outliers(model, {}) as nothing:
         model(**some_input())
     assert nothing.share == 0
+    everything = dict.fromkeys(thresholds, -1.0)
+    with torch.no_grad(), counting_outliers(model, everything) as count:
+        model(**some_input(FIRST_POSITION))
+        assert count.seen == 0
+        model(some_input(3)["input_ids"].expand(2, -1), position_ids=torch.arange(3, 6)[None])
+    assert count.seen == count.beyond == 2 * 2 * len(thresholds)
 
 
 def test_weights_stay_low_bit_on_the_full_precision_path(delivered: Path, chain: Chain, student: Artifact) -> None:

@@ -98,8 +98,8 @@ def test_activations_that_overflow_are_named_with_trace_and_position(
         calibrated(chain, wild, tmp_path)
 
 
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_traces_too_short_to_predict_anything_are_refused(
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_traces_without_a_token_that_counts_are_refused(
     chain: Chain, student: Artifact, tmp_path: Path, tokens: int
 ) -> None:
     table = chain.traces.table("traces")
@@ -110,7 +110,7 @@ def test_traces_too_short_to_predict_anything_are_refused(
     writer = writer_for(tmp_path, "collect_traces", config)
     writer.write_table("traces/00000", pa.Table.from_pylist(rows, schema=table.schema), table.schema)
     short = replace(chain, traces=writer.commit({}))
-    with pytest.raises(ValueError, match="calibrate: the traces hold no training trace of two tokens or more"):
+    with pytest.raises(ValueError, match="calibrate: the traces hold no training trace of 5 tokens or more"):
         calibrated(short, student, tmp_path)
 
 
