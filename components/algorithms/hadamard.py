@@ -84,10 +84,13 @@ def in_common_basis(model: Any, hidden: Tensor) -> Tensor:
 def rotate(model: Any) -> None:
     """Turn the weights of a causal language model in place, computed in float64; `turn_down_inputs` has to follow.
 
-    ValueError if it lacks parts that are turned, or computes something else afterwards: then it is built in a way that
-    is not known here.
+    ValueError, and an unchanged model, if it lacks parts that are turned or a weight is not finite; ValueError if it
+    computes something else afterwards: then it is built in a way that is not known here.
     """
     _require_parts(model)
+    for name, p in model.named_parameters():
+        if not p.isfinite().all():
+            raise ValueError(f"{name}: is not finite everywhere, and turned it would spoil more channels than its own")
     before = _probed(model)
     _untie(model)
     decoder = model.model

@@ -164,6 +164,16 @@ def test_what_cannot_be_rotated_is_refused(full: Any) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
+def test_weights_that_are_not_finite_are_named_before_anything_changes(full: Any, name: str) -> None:
+    full.get_parameter(name)[5] = torch.nan
+    before = copy.deepcopy(full.state_dict())
+    with pytest.raises(ValueError, match=f"{name}: is not finite everywhere"):
+        rotate(full)
+    assert all(torch.equal(value.nan_to_num(), before[at].nan_to_num()) for at, value in full.state_dict().items())
+
+
+@torch.no_grad()
 def test_a_model_that_would_compute_something_else_is_refused(full: Any) -> None:
     class Offset(torch.nn.Module):
         def __init__(self, norm: Any) -> None:
