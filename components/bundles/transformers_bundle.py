@@ -12,6 +12,7 @@ codes with torch's CPU kernels (algorithms/cpu_kernels.py) and never holds a res
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from reflux.components.bundles import policy_table
 from reflux.components.bundles.bundle import dequantized, open_weights, read_quant_config, read_scheme
 from reflux.components.bundles.bundle_digests import require_intact
 from reflux.components.bundles.packed_linear import coded_linear
+from reflux.components.serve.served_bundle import site_of
 
 METHOD = "reflux"
 FORWARDS = ("simulated", "deployed")
@@ -67,6 +69,9 @@ def require_kernels(folder: Path) -> None:
             f"{folder}: weights of {bits} bits in groups of {scheme.group_size} beside full-precision activations have "
             f"no kernel on a CPU; up to {INT4_BITS} bits in groups of {INT4_GROUPS} have"
         )
+    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    if name := next((name for name in said["ignore"] if site_of(name) in config["activations"]), None):
+        raise ValueError(f"{folder}: {name} has its weight in full precision, what enters it is rounded")
 
 
 def load_deployed(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
