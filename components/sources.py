@@ -6,7 +6,6 @@ A changed file behind the same path or tag is another source: the digest, not th
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 from reflux.components import hub_models, weight_headers
 from reflux.components.cache import cache_folder, made_once
 from reflux.components.canonical import canonical, sha256_hex
+from reflux.components.content_digest import digest
 from reflux.components.provenance import public_uri
 from reflux.components.storage import Entry, S3Settings
 
@@ -82,33 +82,6 @@ def bytes_to_fetch(uri: str, settings: S3Settings) -> int:
         return sum(entry.bytes for entry in chosen.values())
     hub = _hub_id(uri)
     return hub_models.bytes_to_fetch(*hub) if hub else 0
-
-
-def digest(path: Path) -> str:
-    """sha256 of a file's bytes, or of a folder: over the sorted (relative path, sha256) of its files."""
-    if path.is_file():
-        return f"sha256:{_file_sha256(path)}"
-    files = sorted(_files(path), key=lambda file: file.relative_to(path).as_posix())
-    if not files:
-        raise ValueError(f"source {path}: the folder holds no file")
-    return "sha256:" + sha256_hex(
-        canonical([[file.relative_to(path).as_posix(), _file_sha256(file)] for file in files])
-    )
-
-
-def _files(folder: Path) -> list[Path]:
-    files = []
-    for entry in folder.rglob("*"):
-        if entry.is_dir() and entry.is_symlink():  # it is not walked, so its content would be missing from the digest
-            raise ValueError(f"source {entry}: a link to a folder cannot be digested; put the folder itself there")
-        if entry.is_file():
-            files.append(entry)
-    return files
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _hub_id(uri: str) -> tuple[str, str | None] | None:

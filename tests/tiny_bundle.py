@@ -15,6 +15,7 @@ def write_tiny_bundle(folder: Path, model: Path, **options: Any) -> Path:
     from reflux.components.algorithms.policies import KNOTS, PositionTable
     from reflux.components.calibrate.card import model_card
     from reflux.components.calibrate.export import write_bundle
+    from reflux.components.content_digest import digest
 
     scheme = Scheme(**options)
     student = models.load_model(model)
@@ -31,6 +32,7 @@ def write_tiny_bundle(folder: Path, model: Path, **options: Any) -> Path:
             scheme,
             thresholds={site: 3.0 for site, bits in bits_of_sites(student, scheme).items() if bits < 16},
             fallback_share=0.05,
+            base_digest=digest(model),
             card=model_card("tiny", student, scheme, {"student": "sha256:ab"}),
         )
     return folder

@@ -6,8 +6,9 @@ which fallback.py falls back; the scheme in it has a digest of its own, and so h
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
+
+from reflux.components.content_digest import file_sha256
 
 DIGESTED = (
     "model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -17,7 +18,7 @@ DIGESTED = (
 
 def digests(folder: Path) -> dict[str, str]:
     """File -> sha256, of those that say what the model computes, and of what it is asked through."""
-    return {name: _sha256(folder / name) for name in DIGESTED if (folder / name).is_file()}
+    return {name: file_sha256(folder / name) for name in DIGESTED if (folder / name).is_file()}
 
 
 def require_intact(folder: Path, expected: dict[str, str]) -> None:
@@ -25,12 +26,7 @@ def require_intact(folder: Path, expected: dict[str, str]) -> None:
     for name, digest in sorted(expected.items()):
         if not (folder / name).is_file():
             raise ValueError(f"{folder}/{name}: is missing, the bundle was exported with it")
-        if _sha256(folder / name) != digest:
+        if file_sha256(folder / name) != digest:
             raise ValueError(
                 f"{folder}/{name}: its sha256 is not the one in quant_config.json, it was changed or cut short"
             )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,6 +20,8 @@ from reflux.components.bundles.transformers_bundle import METHOD
 
 RUNTIME = (
     "components/__init__.py",
+    "components/canonical.py",
+    "components/content_digest.py",
     "components/bundles/__init__.py",
     "components/bundles/bundle.py",
     "components/bundles/bundle_digests.py",
@@ -67,9 +69,12 @@ def write_bundle(
     *,
     thresholds: dict[str, float],
     fallback_share: float,
+    base_digest: str,
     card: str,
 ) -> None:
-    """Fill `folder` with a bundle of `student` (the trained forward, with master weights)."""
+    """Fill `folder` with a bundle of `student` (the trained forward, with master weights), which was trained from the
+    model of that digest.
+    """
     student.config.save_pretrained(folder)
     if quantized_bits(student, scheme):
         config = json.loads((folder / "config.json").read_text())
@@ -82,7 +87,8 @@ def write_bundle(
     (folder / "generation_config.json").write_text(student.generation_config.to_json_string() + "\n")
     tokenizer.save_pretrained(folder)
     save_file(deployed_state(student, scheme), folder / "model.safetensors", metadata={"format": "pt"})
-    description = quant_config(student, scheme, thresholds, fallback_share) | {"files": digests(folder)}
+    description = quant_config(student, scheme, thresholds, fallback_share)
+    description |= {"files": digests(folder), "full_precision": base_digest}
     (folder / "quant_config.json").write_text(_json(description))
     if student.policy is not None:
         (folder / "policy_table.bin").write_bytes(policy_table.encode(student.policy))

@@ -59,6 +59,7 @@ def run(
             scheme,
             thresholds=thresholds,
             fallback_share=config.fallback_outlier_share,
+            base_digest=bundle.source_digest("student_uri"),
             card=model_card(base_path.stem, model, scheme, parents),
         )
         exported = load_bundle(folder)

@@ -70,7 +70,7 @@ too. Its own evaluation is cut to nothing, since this benchmark judges.
 """
 
 HEADLINE: dict[str, dict[str, Any]] = {
-    "distill": {"batch_sequences": 4, "on_policy_fraction": 0.75, "rollout_new_tokens": 64},
+    "distill": {"batch_sequences": 4, "finetune_steps": 58, "on_policy_fraction": 0.75, "rollout_new_tokens": 64},
 }
 OF_TEXT: dict[str, dict[str, Any]] = {
     "collect_traces": {"max_new_tokens": 8},

@@ -23,7 +23,7 @@ def bundled(base: Path, folder: Path) -> Path:
     student = apply_scheme(models.load_model(base), scheme, None)
     folder.mkdir()
     tokenizer = models.load_tokenizer(base)
-    write_bundle(folder, student, tokenizer, scheme, thresholds={}, fallback_share=0.05, card="")
+    write_bundle(folder, student, tokenizer, scheme, thresholds={}, fallback_share=0.05, base_digest="", card="")
     return folder
 
 

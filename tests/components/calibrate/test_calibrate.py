@@ -304,6 +304,30 @@ def test_a_prompt_with_too_many_outliers_takes_the_other_path(bundle: Path) -> N
     assert server.answered == {"low_bit": 1, "w4a16": 1}
 
 
+def test_the_other_path_may_be_the_model_that_the_bundle_was_made_from(bundle: Path, tiny_model: Path) -> None:
+    server = fallback.Server(bundle, tiny_model)
+    server.thresholds = dict.fromkeys(server.thresholds, 0.0)
+    flooded = server.answer("What is 3 and 3?", 4)
+    assert flooded["path"] == "full_precision"
+    tokenizer, original = models.load_tokenizer(tiny_model), models.load_model(tiny_model)
+    ids = torch.tensor([models.chat_token_ids(tokenizer, "What is 3 and 3?")])
+    greedy = original.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    assert flooded["text"] == tokenizer.decode(greedy[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_another_model_and_a_prompt_without_end_are_refused(bundle: Path, tiny_model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    (other / "generation_config.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"--full-precision .*other: is sha256:\w+, and this bundle was made from sha256"
+    ):
+        fallback.Server(bundle, other)
+    with pytest.raises(ValueError, match="no such file or folder"):
+        fallback.Server(bundle, tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"prompt of \d+ tokens: with 96 of an answer the model has \d+ places"):
+        fallback.Server(bundle).answer("again " * 5000)
+
+
 def test_the_card_says_what_the_scheme_costs(tiny_model: Path) -> None:
     model = models.load_model(tiny_model)
     card = model_card("tiny", model, Scheme(), {"student": "sha256:ab"})
