@@ -33,7 +33,7 @@ from reflux.components.bundles.bundle_digests import require_intact
 from reflux.components.bundles.packed_linear import BESIDE, PACKED, coded_linear, packed_linear
 
 FORMAT = "reflux-bundle/1"
-PARTS = ("scheme", "scheme_sha256", "weights", "activations")
+PARTS = ("scheme", "scheme_sha256", "weights", "activations", "files")
 """Of quant_config.json, without which no bundle is loaded."""
 
 
@@ -218,7 +218,7 @@ def load_bundle(folder: Path) -> Any:
         raise ValueError(
             f"{folder}/model.safetensors: does not fit config.json; differing: {sorted(missing ^ state.keys())[:3]}"
         )
-    require_intact(folder, read_quant_config(folder).get("files", {}))  # none in a bundle from before they were kept
+    require_intact(folder, read_quant_config(folder)["files"])
     model.load_state_dict(state, strict=False)
     model.tie_weights()
     model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

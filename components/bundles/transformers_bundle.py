@@ -104,7 +104,7 @@ class BundleQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         folder = Path(self.quantization_config.folder)
         fill = _deployed if self.quantization_config.forward == "deployed" else _simulated
-        require_intact(folder, read_quant_config(folder).get("files", {}))
+        require_intact(folder, read_quant_config(folder)["files"])
         with open_weights(folder) as file:
             return fill(model, folder, file).requires_grad_(False)
 

@@ -56,7 +56,7 @@ def read_served(folder: Path) -> ServedBundle:
             f"{folder}: its scheme has {', '.join(left_out)}, which reflux does not compute in a server; load it with "
             "transformers (docs/bundle.md)"
         )
-    require_intact(folder, config.get("files", {}))
+    require_intact(folder, config["files"])
     table = policy_table.decode((folder / "policy_table.bin").read_bytes()) if scheme.needs_policy else None
     bits = {site: entry["bits"] for site, entry in config["activations"].items()}
     return ServedBundle(scheme=scheme, bits=bits, policy=table)

@@ -117,7 +117,7 @@ def test_a_file_cut_short_is_named(bundle: Path, name: str, kept: int, message: 
         AutoModelForCausalLM.from_pretrained(bundle, config=low_bit_config(bundle))
 
 
-@pytest.mark.parametrize("part", ["scheme", "scheme_sha256", "weights", "activations"])
+@pytest.mark.parametrize("part", ["scheme", "scheme_sha256", "weights", "activations", "files"])
 def test_a_description_that_lacks_a_part_is_refused(bundle: Path, part: str) -> None:
     description = json.loads((bundle / "quant_config.json").read_text())
     del description[part]
