@@ -117,10 +117,10 @@ def test_faults_of_the_moment_change_nothing(collect: Collect, server: OpenAISer
         Fault(status=503, body="<html>busy</html>"),
         Fault(cut_after=0),
         Fault(cut_after=100),
-        Fault(delay_s=2.0),
+        Fault(delay_s=4.0),
     ]
     server.faults.extend([faults[0], Fault(), Fault(), *faults])  # the first probe, then the prompts
-    disturbed = collect(store="disturbed", server_timeout_s=1.0)
+    disturbed = collect(store="disturbed", server_timeout_s=2.0)
     assert disturbed.digest == undisturbed.digest
     assert len(server.bodies) == 2 * calls + 1 + len(faults)
 
