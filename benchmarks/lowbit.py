@@ -7,9 +7,10 @@ are runs of reflux' own stages, peers' are made by llm-compressor in an environm
 evaluate's code, each in a process of its own: perplexity, divergence from the full-precision model on held-out prompts,
 likelihood of GSM8K's reference solutions, how often answers loop, memory, bits, time of a decoded token.
 
-What is done is kept under --cache: the same command goes on after any interruption. It begins nothing when --minutes
-are over. A row that cannot be made says why. `machine_taken_by_others` says what a time is worth; times of a machine
-that was not quiet are taken again by a later call.
+What is done is kept under --cache: the same command goes on after any interruption, and a second one with other --rows
+may work in the same place. It begins nothing when --minutes are over. A row that cannot be made says why.
+`machine_taken_by_others` says what a time is worth; times of a machine that was not quiet are taken again by a later
+call.
 
 Writes lowbit.json: `table` as in `reflux report --json` and more columns; `not_run`; `differences`, paired bootstraps.
 """
@@ -43,7 +44,7 @@ QUIET = 0.05
 SIZES = {"windows": 32, "window_tokens": 512, "answers": 44, "problems": 100, "latency_tokens": 40}
 COLUMNS = ("scheme", "role", "latency_p50_ms", "latency_p95_ms", "nll_gsm8k", "loop_rate")
 """Null where their part is not measured."""
-PASSAGES = {OWN: {"passages": 96, "tokens": 384}, IN_DOMAIN: {"passages": 120, "tokens": 480}}
+PASSAGES = {OWN: {"passages": 48, "tokens": 256}, IN_DOMAIN: {"passages": 120, "tokens": 480}}
 DIFFERENCES = {
     **{f"nll_gsm8k: {name} - fp32": (name, "fp32", "problems", "problem_nats") for name in ROWS if name != "fp32"},
     "nll_gsm8k: on - off policy": ("w279a8_on_policy", "w279a8_off_policy", "problems", "problem_nats"),
@@ -144,7 +145,7 @@ def retaken(shop: Workshop, spec: dict[str, Any], file: Path, key: str, before: 
 
 
 def measured(shop: Workshop, spec: dict[str, Any]) -> dict[str, Any]:
-    file = shop.written("spec.json", json.dumps(spec))
+    file = shop.written(f"{os.getpid()}.json", json.dumps(spec))
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(reader(shop))]))
     command = [sys.executable, str(FOLDER / "measure.py"), str(file)]
     return json.loads(shop.process(command, {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"})[-1])

@@ -66,7 +66,7 @@ class Workshop:
         if left <= 0:
             raise UnableError("the time of --minutes is over; the same command goes on")
         own = {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false"}
-        log = self.written("log.txt", "")
+        log = self.written(f"{os.getpid()}.log", "")
         with log.open("w") as said, subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=said, text=True, env={**os.environ, **own, **environment},
             start_new_session=True,
