@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def run_of(shop: Workshop, name: str, *, until: str = "") -> tuple[Path, dict[st
     assert isinstance(row, Trained)
     config = laid_over(RECIPE, row.changes, shop.recipe)
     prompts = training_prompts(shop, row.text)
-    key = digest([config, prompts])[:12]
+    versions = {stage: import_module(f"reflux.components.{stage}.config").STAGE_VERSION for stage in config}
+    key = digest([config, prompts, versions])[:12]
     run = shop.cache / "runs" / f"{row.text}-{key}"
     record = run / "run.json"
     had = json.loads(record.read_text()) if record.exists() else {"status": "", "artifacts": {}}
