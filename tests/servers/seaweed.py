@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reflux.components.storage import S3Settings, Store, StoreError
+from reflux.pipelines.store.embedded_store import require_space
 from servers.certificates import Certificate
 
 BUCKET = "reflux"
@@ -26,6 +27,8 @@ def running(folder: Path, certificate: Certificate | None = None) -> Iterator[S3
     With a certificate it speaks TLS only.
     """
     ca = str(certificate.authority) if certificate else None
+    folder.mkdir(parents=True, exist_ok=True)
+    require_space(folder)
     settings = S3Settings(access_key="reflux-test", secret_key="reflux-test-secret", ca_bundle=ca)
     for attempt in range(3):  # another process may take a port between our asking and the server's binding
         server, ready = _start(folder / str(attempt), settings, certificate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,3 +130,12 @@ def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path, monkeypatch: p
     ):
         pass
     assert time.monotonic() - started < 10, "a process that ended is not waited for"
+
+
+def test_a_full_disk_is_said_before_the_server_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = shutil.disk_usage(tmp_path)._replace(total=200 * 2**30, free=2 * 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
+    said = r"2\.00 of its 200\.0 GiB free; SeaweedFS writes nothing while less than 1% is: .*--data-dir"
+    with pytest.raises(embedded_store.StoreError, match=said), embedded_store.running(tmp_path / "s"):
+        pass
+    assert embedded_store.serving(tmp_path / "s") is None
