@@ -14,6 +14,7 @@ from typing import Any
 from .kv_forms import FULL_CACHE, KV_FORMS
 from .layer_bits import FULL_PRECISION, SITES, stored_bits
 from .low_bit import Scheme, bits_of_sites, bits_of_weights, decoder_layers
+from .low_bit_embedding import tables
 
 SCALE_BITS = 16
 """Scales are stored as float16."""
@@ -78,11 +79,18 @@ def head_channels(model: Any) -> int:
 
 
 def costs_of_weights(model: Any, scheme: Scheme) -> dict[str, Bits]:
-    """Linear of the decoder layers ('model.layers.3.mlp.down_proj') -> what a weight of it costs."""
-    return {
+    """Linear of the decoder layers ('model.layers.3.mlp.down_proj') -> what a weight of it costs; embedding and head
+    too if the scheme rounds them.
+    """
+    costs = {
         f"model.{name}": weight_cost(bits, scheme.group_size, scheme.has_zero_points(bits))
         for name, bits in bits_of_weights(model, scheme).items()
     }
+    if scheme.rounds_embedding:
+        costs |= {
+            name: weight_cost(scheme.embedding_bits, table.weight.shape[1]) for name, table in tables(model).items()
+        }
+    return costs
 
 
 def mean_over_weights(model: Any, costs: dict[str, Bits]) -> Bits:

@@ -2,8 +2,9 @@
 evaluated.
 
 Every linear of the decoder layers rounds its weight; four sites per layer round the activations that feed those
-linears; layer_bits.py tells which has other bits than the rest. Embedding, norms and lm_head stay in full precision.
-Works for decoders with `self_attn` and `mlp` blocks (Llama, Qwen, Mistral and their kin).
+linears; layer_bits.py tells which has other bits than the rest. Embedding and lm_head may have 8 bits
+(low_bit_embedding.py), norms stay in full precision. Works for decoders with `self_attn` and `mlp` blocks (Llama, Qwen,
+Mistral and their kin).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .hadamard import NO_ROTATION, check_rotation, rotate, turn_down_inputs
 from .kv_cache import round_cache
 from .kv_forms import FULL_CACHE, check_kv_cache
 from .layer_bits import FULL_PRECISION, SITES, TERNARY, bits_of, concern_sites, parsed, require_used
+from .low_bit_embedding import check_embedding_bits, round_embedding
 from .policies import PositionTable
 from .quantizers import QUANTIZERS, check_group_size, fake_quantize_weight, require_grid, zero_points
 from .rope_tables import check_rope_bits, round_rope
@@ -48,6 +50,8 @@ class Scheme:
     """Bits of the rotary tables, 8 or not rounded."""
     rotation: str = NO_ROTATION
     """Whether the model is turned by a Hadamard matrix before its weights are rounded (hadamard.py)."""
+    embedding_bits: int = FULL_PRECISION
+    """Of embedding and lm_head, 8 or not rounded."""
 
     def __post_init__(self) -> None:
         if self.activation not in QUANTIZERS:
@@ -64,6 +68,7 @@ class Scheme:
         check_kv_cache(self.kv_cache)
         check_rope_bits(self.rope_bits)
         check_rotation(self.rotation)
+        check_embedding_bits(self.embedding_bits)
         if self.rotates and self.needs_policy:
             raise ValueError(
                 f"rotation {self.rotation!r}: activation 'dual' takes its scales from a table that was profiled before "
@@ -114,6 +119,10 @@ class Scheme:
     @property
     def rotates(self) -> bool:
         return self.rotation != NO_ROTATION
+
+    @property
+    def rounds_embedding(self) -> bool:
+        return self.embedding_bits < FULL_PRECISION
 
     def digest(self) -> str:
         """sha256 of the configuration."""
@@ -213,6 +222,8 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
             require_grid(linear.weight, rounded[name], scheme.group_size, name, scheme.has_zero_points(rounded[name]))
         if scheme.rotates:
             rotate(model)
+        if scheme.rounds_embedding:
+            round_embedding(model)
         for name, linear in linears.items():
             low_bit = LowBitLinear(linear, rounded[name], scheme.group_size, scheme.has_zero_points(rounded[name]))
             layers.set_submodule(name.removeprefix("layers."), low_bit)

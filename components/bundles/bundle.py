@@ -2,7 +2,7 @@
 
     config.json, tokenizer…   the base model's own, with compressed-tensors' quantization_config
     generation_config.json    the base model's own: how it samples, and the tokens that end an answer
-    model.safetensors         every decoder linear packed (packed_linear.py); the rest as it was
+    model.safetensors         decoder linears and a low-bit embedding packed (packed_linear.py); the rest as it was
     quant_config.json         the whole quantiser: scheme, per linear and per activation site
     policy_table.bin          the position table (policy_table.py)
     runtime/                  these very modules, so that calibrate.py and fallback.py need no installed reflux
@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from reflux.components.algorithms.cpu_kernels import CodedWeight
 from reflux.components.algorithms.layer_bits import FULL_PRECISION, TERNARY, stored_bits
 from reflux.components.algorithms.low_bit import Scheme, apply_scheme, bits_of_sites, bits_of_weights, decoder_layers
+from reflux.components.algorithms.low_bit_embedding import table_codes, tables
 from reflux.components.algorithms.quantizers import weight_codes, weight_values, zero_points
 from reflux.components.bundles import policy_table
 from reflux.components.bundles.bundle_digests import require_intact
@@ -42,7 +43,7 @@ def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
 
     `model` is the trained student (apply_scheme'd, with master weights); codes and scales are those of its own forward.
     """
-    linears = quantized_bits(model, scheme)
+    linears, rounded_tables = quantized_bits(model, scheme), described_tables(model, scheme)
     tied = model.config.tie_word_embeddings
     trained = {name: value.detach() for name, value in model.state_dict().items()}
     state: dict[str, torch.Tensor] = {}
@@ -50,10 +51,13 @@ def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
         if held_elsewhere(name) or (tied and name == "lm_head.weight"):
             continue
         stem = name.removesuffix(".weight")
-        if stem not in linears:
+        if stem in linears:
+            state |= packed_linear(stem, _coded(value, linears[stem], scheme, trained[f"{stem}.log_clip_OG"]))
+        elif stem in rounded_tables and name.endswith(".weight"):
+            codes_VD, scale_V1 = table_codes(value)
+            state |= packed_linear(stem, CodedWeight(bits=scheme.embedding_bits, codes_OI=codes_VD, scale_OG=scale_V1))
+        else:
             state[name] = value.clone()
-            continue
-        state |= packed_linear(stem, _coded(value, linears[stem], scheme, trained[f"{stem}.log_clip_OG"]))
     return state
 
 
@@ -75,6 +79,21 @@ def quantized_bits(model: Any, scheme: Scheme) -> dict[str, int]:
     prefix = next(name for name, module in model.named_modules() if module is decoder_layers(model))
     bits = bits_of_weights(model, scheme)
     return {name.replace("layers", prefix, 1): n for name, n in bits.items() if n < FULL_PRECISION}
+
+
+def described_tables(model: Any, scheme: Scheme) -> dict[str, dict[str, Any]]:
+    """Embedding and head in quant_config.json, as linears are described there; none if the scheme leaves them."""
+    found = tables(model) if scheme.rounds_embedding else {}
+    return {
+        name: {
+            "bits": scheme.embedding_bits,
+            "codes": "integer",
+            "group_size": table.weight.shape[1],
+            "zero_point": 0,
+            "scale": f"{name}.weight_scale",
+        }
+        for name, table in found.items()
+    }
 
 
 def compressed_tensors_config(model: Any, scheme: Scheme) -> dict[str, Any]:
@@ -154,7 +173,7 @@ def quant_config(model: Any, scheme: Scheme, thresholds: dict[str, float], fallb
         "fallback_outlier_share": fallback_share,
         "weights": weights,
         "activations": sites,
-    }
+    } | ({"tables": described_tables(model, scheme)} if scheme.rounds_embedding else {})
 
 
 def read_quant_config(folder: Path) -> dict[str, Any]:
@@ -206,14 +225,14 @@ def load_bundle(folder: Path) -> Any:
     """The deployed model of a bundle, in eval mode: weights from the packed codes, activations rounded as in
     training.
     """
-    scheme, weights = read_scheme(folder), read_quant_config(folder)["weights"]
+    scheme, packed = read_scheme(folder), described(read_quant_config(folder))
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # read here, not by transformers
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     missing = set(model.state_dict()) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
     with open_weights(folder) as file:
-        state = dict(dequantized(file, weights))
+        state = dict(dequantized(file, packed))
     if missing != state.keys():
         raise ValueError(
             f"{folder}/model.safetensors: does not fit config.json; differing: {sorted(missing ^ state.keys())[:3]}"
@@ -226,16 +245,21 @@ def load_bundle(folder: Path) -> Any:
     return apply_scheme(model, scheme, policy, on_the_grid=True).eval().requires_grad_(False)
 
 
-def dequantized(file: Any, described: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of every parameter in model.safetensors. `described` are the weights of quant_config.json, by
-    linear layer; ValueError for a packed one that is not among them.
+def described(quant_config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What model.safetensors has packed, by name: linears, and embedding and head where they are rounded."""
+    return quant_config["weights"] | quant_config.get("tables", {})
+
+
+def dequantized(file: Any, packed: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of every parameter in model.safetensors. `packed` are those of `described`; ValueError for one in
+    the file that is not among them.
     """
     for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
         if name.endswith(PACKED):
             stem = name.removesuffix(PACKED)
-            if stem not in described:
+            if stem not in packed:
                 raise ValueError(f"quant_config.json: {stem} is packed in model.safetensors and not described")
-            coded = coded_linear(file, stem, described[stem])
+            coded = coded_linear(file, stem, packed[stem])
             yield f"{stem}.weight", weight_values(coded.codes_OI, coded.scale_OG, coded.zero_OG)
         elif not name.endswith(BESIDE):
             yield name, file.get_tensor(name)

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from reflux.components.algorithms.coded_tables import use_coded_tables
 from reflux.components.algorithms.cpu_kernels import (
     INT4_BITS,
     INT4_GROUPS,
@@ -29,8 +30,9 @@ from reflux.components.algorithms.cpu_kernels import (
     use_integer_kernels,
 )
 from reflux.components.algorithms.low_bit import apply_scheme, round_attention
+from reflux.components.algorithms.low_bit_embedding import both_ends
 from reflux.components.bundles import policy_table
-from reflux.components.bundles.bundle import dequantized, open_weights, read_quant_config, read_scheme
+from reflux.components.bundles.bundle import dequantized, described, open_weights, read_quant_config, read_scheme
 from reflux.components.bundles.bundle_digests import require_intact
 from reflux.components.bundles.packed_linear import coded_linear
 from reflux.components.serve.served_bundle import site_of
@@ -70,7 +72,7 @@ def require_kernels(folder: Path) -> None:
             f"no kernel on a CPU; up to {INT4_BITS} bits in groups of {INT4_GROUPS} have"
         )
     said = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
-    if name := next((name for name in said["ignore"] if site_of(name) in config["activations"]), None):
+    if name := next((name for name in said.get("ignore", ()) if site_of(name) in config["activations"]), None):
         raise ValueError(f"{folder}: {name} has its weight in full precision, what enters it is rounded")
 
 
@@ -94,17 +96,27 @@ class BundleQuantizationConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class BundleQuantizer(HfQuantizer):
-    """Leaves the decoder's linears without weights while transformers loads everything else, and fills them then."""
+    """Leaves the decoder's linears without weights, and a rounded embedding out, while transformers loads everything
+    else, and fills them then.
+    """
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        for name in read_quant_config(Path(self.quantization_config.folder))["weights"]:
+        config = read_quant_config(Path(self.quantization_config.folder))
+        for name in config["weights"]:
             model.get_submodule(name).register_parameter("weight", None)
+        self.tables = both_ends(model) if "tables" in config else {}
+        for name in self.tables:
+            model.set_submodule(name, nn.Identity())  # transformers would begin them at random
+        if self.tables:
+            model.all_tied_weights_keys = {}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), STORED}
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         folder = Path(self.quantization_config.folder)
         fill = _deployed if self.quantization_config.forward == "deployed" else _simulated
         require_intact(folder, read_quant_config(folder)["files"])
+        for name, table in self.tables.items():
+            model.set_submodule(name, table)
         with open_weights(folder) as file:
             return fill(model, folder, file).requires_grad_(False)
 
@@ -118,10 +130,14 @@ class BundleQuantizer(HfQuantizer):
 
 def _simulated(model: Any, folder: Path, file: Any) -> Any:
     scheme = read_scheme(folder)
-    for name, value in dequantized(file, read_quant_config(folder)["weights"]):
-        module = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, nn.Linear) and module.weight is None:
-            module.weight = nn.Parameter(value.to(model.dtype), requires_grad=False)
+    packed = described(read_quant_config(folder))
+    for name, value in dequantized(file, packed):
+        stem = name.rpartition(".")[0]
+        if stem in packed:
+            model.get_submodule(stem).weight = nn.Parameter(value.to(model.dtype), requires_grad=False)
+    embedding, head = both_ends(model).values()
+    if model.config.tie_word_embeddings:
+        head.weight = embedding.weight
     return apply_scheme(model, scheme, _policy(folder), on_the_grid=True)
 
 
@@ -130,6 +146,8 @@ def _deployed(model: Any, folder: Path, file: Any) -> Any:
     config, scheme = read_quant_config(folder), read_scheme(folder)
     weights = {name: coded_linear(file, name, entry) for name, entry in config["weights"].items()}
     round_attention(model, scheme)
+    if coded := {name: coded_linear(file, name, entry) for name, entry in config.get("tables", {}).items()}:
+        use_coded_tables(model, coded, model.dtype)
     if not scheme.quantizes_activations:
         return use_int4_kernels(model, weights, model.dtype)
     site_bits = {site: entry["bits"] for site, entry in config["activations"].items()}

@@ -31,7 +31,7 @@ A low-bit student, distilled on its own rollouts by reflux and exported with the
 | activations | {activations} |
 | layers of other bits | {exceptions} |
 | KV cache, rotary tables | {cache}, {rope} |
-| embedding, norms, lm_head | full precision, {rest} |
+| embedding and lm_head; norms | {embedding}; full precision, {rest} |
 | parents | {parents} |
 
 ## Use
@@ -88,6 +88,7 @@ def model_card(name: str, model: Any, scheme: Scheme, parents: dict[str, str]) -
         weights=weights,
         activations=activations,
         cache=cache,
+        embedding=f"{scheme.embedding_bits} bits" if scheme.rounds_embedding else "full precision",
         rope="full precision" if scheme.rope_bits >= FULL_PRECISION else f"{scheme.rope_bits} bits",
         rest="turned by a Hadamard matrix, as all weights are" if scheme.rotates else "unchanged",
         exceptions=", ".join(f"`{exception}`" for exception in scheme.exceptions) or "none",

@@ -30,12 +30,14 @@ RUNTIME = (
     "components/bundles/policy_table.py",
     "components/bundles/transformers_bundle.py",
     "components/algorithms/__init__.py",
+    "components/algorithms/coded_tables.py",
     "components/algorithms/cpu_kernels.py",
     "components/algorithms/hadamard.py",
     "components/algorithms/kv_cache.py",
     "components/algorithms/kv_forms.py",
     "components/algorithms/layer_bits.py",
     "components/algorithms/low_bit.py",
+    "components/algorithms/low_bit_embedding.py",
     "components/algorithms/policies.py",
     "components/algorithms/quantizers.py",
     "components/algorithms/rope_tables.py",
@@ -76,11 +78,12 @@ def write_bundle(
     model of that digest.
     """
     student.config.save_pretrained(folder)
-    if quantized_bits(student, scheme):
+    if quantized_bits(student, scheme) or scheme.rounds_embedding:
         config = json.loads((folder / "config.json").read_text())
-        # a runtime that does not know reflux would not turn the inputs of down_proj, and compute something else
+        # a runtime that does not know reflux would not turn the inputs of down_proj, or begin with a random embedding
+        alone = scheme.rotates or scheme.rounds_embedding
         config["quantization_config"] = (
-            {"quant_method": METHOD} if scheme.rotates else compressed_tensors_config(student, scheme)
+            {"quant_method": METHOD} if alone else compressed_tensors_config(student, scheme)
         )
         (folder / "config.json").write_text(_json(config))
     # not save_pretrained, which refuses what some published models have: a temperature beside do_sample false

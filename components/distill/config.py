@@ -96,6 +96,8 @@ class DistillConfig:
     """Bits of the rotary tables: 8, or 16 for tables that are not rounded."""
     rotation: str = later("none", ("none", "hadamard"))
     """hadamard: the student is turned before its weights are rounded, so that outliers spread; activation is plain."""
+    embedding_bits: int = later(16)
+    """Bits of embedding and lm_head: 8, one scale for each token of the vocabulary, or 16 for not rounded."""
 
     policy: str = later("lookup", ("lookup", "mlp", "attention"))
     """Who says what an activation's main scale is: lookup, the position table; mlp or attention, in the warm-up also a

@@ -39,13 +39,17 @@ def scheme_of(config: DistillConfig) -> Scheme:
         kv_cache=config.kv_cache,
         rope_bits=config.rope_bits,
         rotation=config.rotation,
+        embedding_bits=config.embedding_bits,
     )
     if config.rollout_engine == "vllm" and scheme.quantizes_activations:
         raise ValueError(f"exceptions {config.exceptions}: vLLM, the rollout_engine, does not round activations")
-    if config.rollout_engine == "vllm" and (scheme.weights_only() != scheme or scheme.rotates):
+    if config.rollout_engine == "vllm" and (
+        scheme.weights_only() != scheme or scheme.rotates or scheme.rounds_embedding
+    ):
         raise ValueError(
-            f"kv_cache {scheme.kv_cache!r}, rope_bits {scheme.rope_bits}, rotation {scheme.rotation!r}: vLLM, the "
-            "rollout_engine, rounds weights alone and turns nothing; take 'local'"
+            f"kv_cache {scheme.kv_cache!r}, rope_bits {scheme.rope_bits}, rotation {scheme.rotation!r}, embedding_bits "
+            f"{scheme.embedding_bits}: vLLM, the rollout_engine, rounds the decoder's weights alone and turns nothing; "
+            "take 'local'"
         )
     return scheme
 

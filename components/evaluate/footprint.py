@@ -14,13 +14,14 @@ TABLE_VALUE_BYTES = 4
 
 
 def deployed_bytes(model: Any, costs: dict[str, Bits], scheme: Scheme) -> int:
-    """The weights of linear layers at their `costs` by layer, everything else (embedding, norms, the scheme's policy
-    table) in full precision. A tied embedding counts once.
+    """The weights that have `costs`, by layer, at these; everything else (norms, the scheme's policy table, an
+    embedding that is not rounded) in full precision. A tied embedding counts once.
     """
     bits = 0.0
     for name, cost in costs.items():
-        linear = model.get_submodule(name)
-        bits += linear.in_features * linear.out_features * cost.total
+        layer = model.get_submodule(name)  # one of others' linears may have no weight
+        values = layer.in_features * layer.out_features if hasattr(layer, "in_features") else layer.weight.numel()
+        bits += values * cost.total
     for name, p in model.named_parameters():  # without repeats
         module, _, own = name.rpartition(".")
         if not held_elsewhere(name) and not (module in costs and own.startswith("weight")):

@@ -109,6 +109,7 @@ ROWS: dict[str, Rounded | Peer | Trained] = {
     "w4a4_dual_zero_points_down8": Rounded(
         role="undistilled", scheme={"zero_points": True, "exceptions": ["down_in=8"]}
     ),
+    "w4a4_dual_zero_points_embedding8": Rounded(role="undistilled", scheme={"zero_points": True, "embedding_bits": 8}),
     "w4a4_distilled": Trained(text=OWN, changes=HEADLINE),
     "w4a4_distilled_in_domain": Trained(text=IN_DOMAIN, changes=OF_TEXT),
     "w4a4_deployed": Trained(text=OWN, changes=HEADLINE, kernels=True),
@@ -121,7 +122,7 @@ PROFILED = "w4a4_distilled"
 ORDER = (
     "fp32", "w4a16_gptq", "w4a4_distilled_in_domain", "w4a4_distilled", "w4a16_gptq_zero_points",
     "w4a16_gptq_zero_points_in_domain", "w4a16_rtn", "w4a4_dual", "w4a4_dual_zero_points",
-    "w4a4_dual_zero_points_down8", "w4a4_plain", "w4a4_hadamard", "w4a4_smoothquant", "w4a4_deployed",
-    "w4a16_autoround", "w4a16_awq", "w279a8_off_policy", "w279a8_on_policy",
+    "w4a4_dual_zero_points_down8", "w4a4_dual_zero_points_embedding8", "w4a4_plain", "w4a4_hadamard",
+    "w4a4_smoothquant", "w4a4_deployed", "w4a16_autoround", "w4a16_awq", "w279a8_off_policy", "w279a8_on_policy",
 )  # fmt: skip
 """In which they are made: what is asked for most comes first, should the time run out."""

@@ -30,6 +30,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "w8a8_plain_zero_points": {"weight_bits": 8, "activation_bits": 8, "activation": "plain", "zero_points": True},
     "w4a16_zero_points": {"activation_bits": 16, "zero_points": True},
     "mixed_zero_points": {"zero_points": True, "exceptions": ("down_*=8", "v_proj=3", "q_proj=ternary")},
+    "w4a4_dual_embedding8": {"embedding_bits": 8},
+    "w4a16_embedding8": {"activation_bits": 16, "embedding_bits": 8},
     "w2.79a8": {"activation_bits": 8, "activation": "plain", "exceptions": ("layers.*[02468].*_proj=ternary",)},
 }
 
@@ -74,7 +76,7 @@ def test_the_deployed_forward_is_the_imitated_one_in_integers(bundles: dict[str,
         torch.testing.assert_close(logprobs(deployed), logprobs(imitated), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w4a16_zero_points"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16_zero_points", "w4a16_embedding8"])
 def test_four_bit_weights_alone_are_deployed_as_four_bits(bundles: dict[str, Path], scheme: str) -> None:
     imitated = logprobs(load_bundle(bundles[scheme]))
     exact = from_pretrained(bundles[scheme], "deployed")

@@ -36,6 +36,10 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "weight_bits": 8, "activation_bits": 8, "activation": "plain", "weight_zero_points": True,
     },
     "w4a16 with zero points": {"activation_bits": 16, "weight_zero_points": True},
+    "w4a4 with an embedding of 8 bits": {"embedding_bits": 8},
+    "w4a4 turned, with an embedding and a head of 8 bits": {
+        "activation": "plain", "rotation": "hadamard", "embedding_bits": 8,
+    },
     "w4a4 down at 8": {"exceptions": ["down_proj=8", "down_in=8", "layers.1.*.q_proj=16"]},
 }
 # fmt: on
