@@ -44,7 +44,7 @@ QUIET = 0.05
 SIZES = {"windows": 32, "window_tokens": 512, "answers": 44, "problems": 100, "latency_tokens": 40}
 COLUMNS = ("scheme", "role", "latency_p50_ms", "latency_p95_ms", "nll_gsm8k", "loop_rate")
 """Null where their part is not measured."""
-PASSAGES = {OWN: {"passages": 48, "tokens": 256}, IN_DOMAIN: {"passages": 120, "tokens": 480}}
+PASSAGES = {OWN: {"passages": 96, "tokens": 384}, IN_DOMAIN: {"passages": 120, "tokens": 480}}
 DIFFERENCES = {
     **{f"nll_gsm8k: {name} - fp32": (name, "fp32", "problems", "problem_nats") for name in ROWS if name != "fp32"},
     "nll_gsm8k: on - off policy": ("w279a8_on_policy", "w279a8_off_policy", "problems", "problem_nats"),

@@ -41,7 +41,7 @@ def test_every_row_is_a_scheme_or_a_recipe() -> None:
     ]
     assert len(schemes) >= 6
     assert all(config.ema_decay == RECIPE["distill"]["ema_decay"] for config in made)
-    assert {config.on_policy_fraction for config in made} == {0.0, 0.5, 1.0}
+    assert {config.on_policy_fraction for config in made} == {0.0, 0.75, 1.0}
 
 
 @pytest.mark.slow

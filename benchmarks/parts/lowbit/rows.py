@@ -70,10 +70,9 @@ nothing, since this benchmark judges.
 """
 
 HEADLINE: dict[str, dict[str, Any]] = {
-    "collect_traces": {"max_new_tokens": 256, "temperature": 1.0, "top_p": 0.95},
-    "distill": {"finetune_steps": 158, "on_policy_fraction": 0.5, "rollout_new_tokens": 64},
+    "collect_traces": {"max_new_tokens": 64},
+    "distill": {"batch_sequences": 4, "finetune_steps": 118, "on_policy_fraction": 0.75, "rollout_new_tokens": 64},
 }
-"""Half of it the teacher's articles, half what the student makes of the same openings."""
 OF_TEXT: dict[str, dict[str, Any]] = {
     "collect_traces": {"max_new_tokens": 8},
     "distill": {"finetune_steps": 118, "rollout_new_tokens": 16},

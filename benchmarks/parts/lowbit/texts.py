@@ -2,8 +2,8 @@
 
 With a folder of public data (REFLUX_DATA): WikiText-2's test text judges, its validation text trains and calibrates the
 rows that are called in-domain and no other, GSM8K's reference solutions judge. Without one, the language reference of
-CPython judges. All else is our own: docstrings of the standard library, articles about TOPICS that the teacher writes,
-the demo's prompts, of which the held-out ones judge.
+CPython judges. All else is our own: docstrings of the standard library, questions about TOPICS, the demo's prompts, of
+which the held-out ones judge.
 
 A prompt that begins with MARK is a passage of a text: in the copy of the model that the rows are made from, the chat
 template leaves it as it is, so that rollouts go on with a text as they go on with a conversation.
@@ -103,18 +103,18 @@ def problems(data: Path | None, tokenizer: Any, count: int) -> list[dict[str, An
 
 
 def own_prompts(tokenizer: Any, passages: int, tokens: int) -> list[dict[str, str]]:
-    """For training without a public text: passages of docstrings, openings of articles about the topics, and as many of
-    the demo's prompts as there are of these.
+    """For training without a public text: passages of docstrings, questions about the topics, and as many of the demo's
+    prompts as there are of these.
     """
     kept = [{name: str(r.values[name]) for name in ("prompt_id", "prompt")} for r in _own_prompts("train")]
-    opened = [
-        {"prompt_id": f"topic_{number:03}", "prompt": f"{MARK}From an encyclopedia, about {kind}: {name}.\n\n"}
+    asked = [
+        {"prompt_id": f"topic_{number:03}", "prompt": f"Write an encyclopedia article about {kind}: {name}."}
         for number, (kind, name) in enumerate((k, n) for k, names in TOPICS.items() for n in names.split(", "))
     ]
     return [
         *passages_of(own_text(), tokenizer, passages, tokens, "docstring"),
-        *opened,
-        *kept[:: len(kept) // len(opened)],
+        *asked,
+        *kept[:: len(kept) // len(asked)],
     ]
 
 
