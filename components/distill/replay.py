@@ -4,7 +4,8 @@ configuration. Nothing in it executes on load.
     sequences.safetensors   the teacher's stored distributions, "<number>.teacher.<field>"
     weights.safetensors     every trained parameter before the step; with adapters on an earlier training, all of them
     policy_table.bin        the position table's sites and scales, where there is one
-    replay.json             the rest of each sequence, the step, its message and share of the teacher, the configuration
+    replay.json             the rest of each sequence, the step, its message and share of the teacher, configuration and
+                            versions
 """
 
 from __future__ import annotations
