@@ -1,17 +1,20 @@
-"""Bytes and bits of a KV cache against sums written out by hand: 2 layers, 2 KV heads of 16 channels."""
+"""Bytes and bits of a KV cache and of an embedding against sums written out by hand: 2 layers, 2 KV heads of 16
+channels.
+"""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from reflux.components.algorithms.effective_bits import UNQUANTISED, cache_cost
+from reflux.components.algorithms.effective_bits import UNQUANTISED, cache_cost, costs_of_weights
 from reflux.components.algorithms.kv_forms import KV_FORMS
-from reflux.components.algorithms.low_bit import Scheme
-from reflux.components.evaluate.footprint import cache_bytes
+from reflux.components.algorithms.low_bit import Scheme, apply_scheme
+from reflux.components.evaluate.footprint import cache_bytes, deployed_bytes
 from reflux.components.models import load_model
 
 NUMBERS_OF_A_TOKEN = 2 * 2 * 2 * 16
@@ -44,6 +47,16 @@ def test_bytes_are_those_of_every_cached_number(model: Any) -> None:
 def test_full_precision_is_the_type_that_the_model_has(tiny_model: Path) -> None:
     narrow = load_model(tiny_model).to(torch.bfloat16)
     assert cache_bytes(narrow, Scheme(), 10) == 10 * NUMBERS_OF_A_TOKEN * 2
+
+
+def test_a_tied_embedding_of_8_bits_counts_once_and_one_of_its_own_twice(model: Any) -> None:
+    words, channels = model.get_input_embeddings().weight.shape
+    saved = words * channels * (32 - 8) / 8 - words * 16 / 8
+    for rotation, ends in (("none", 1), ("hadamard", 2)):
+        schemes = [Scheme(activation="plain", rotation=rotation, embedding_bits=bits) for bits in (16, 8)]
+        students = [apply_scheme(copy.deepcopy(model), scheme) for scheme in schemes]
+        full, narrow = (deployed_bytes(m, costs_of_weights(m, s), s) for m, s in zip(students, schemes, strict=True))
+        assert full - narrow == ends * saved
 
 
 def test_the_table_of_the_docs_is_this_count() -> None:
