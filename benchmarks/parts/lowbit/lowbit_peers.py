@@ -44,6 +44,8 @@ METHODS: dict[str, Callable[[], list[Any]]] = {
 
 def main() -> None:
     method, path, calibration, out = sys.argv[1:]
+    if not torch.accelerator.is_available():  # AWQ pins what it caches, which torch refuses without one
+        torch.Tensor.pin_memory = lambda self, *_, **__: self
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ids = json.loads(Path(calibration).read_text())
     data = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})
