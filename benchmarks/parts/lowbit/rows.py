@@ -74,14 +74,11 @@ OF_ANSWERS: dict[str, dict[str, Any]] = {
     "distill": {"batch_sequences": 4, "finetune_steps": 118, "on_policy_fraction": 0.75, "rollout_new_tokens": 64},
 }
 """Of the answers alone, whatever happens in the layers."""
+BY_LAYER = {"objective": "forward_kl + bridge", "trace_objective": "forward_kl + bridge", "bridge_fraction": 1.0}
+"""The hidden states of all layers and tokens too: an ablation on our own held-out prompts chose it (LOG.md)."""
 HEADLINE: dict[str, dict[str, Any]] = {
-    **OF_ANSWERS,
-    "distill": {
-        **OF_ANSWERS["distill"], "finetune_steps": 58, "bridge_fraction": 1.0,
-        "objective": "forward_kl + bridge", "trace_objective": "forward_kl + bridge",
-    },
+    **OF_ANSWERS, "distill": {**OF_ANSWERS["distill"], **BY_LAYER, "finetune_steps": 58},
 }  # fmt: skip
-"""Layer by layer too, at all places: an ablation on our own held-out prompts chose it (LOG.md)."""
 OF_TEXT: dict[str, dict[str, Any]] = {
     "collect_traces": {"max_new_tokens": 8},
     "distill": {"finetune_steps": 118, "rollout_new_tokens": 16},
@@ -91,8 +88,8 @@ HALF_TERNARY: dict[str, dict[str, Any]] = {
     "profile_kv": {"activation_bits": 8},
     "distill": {
         "exceptions": ["layers.*[02468].*_proj=ternary"], "activation_bits": 8,
-        "weight_zero_points": False, "batch_sequences": 8, "finetune_steps": 22, "finetune_student_lr": 1e-3,
-        "score_prompts": False, "rollout_new_tokens": 64,
+        "weight_zero_points": False, "batch_sequences": 8, "finetune_steps": 22, "finetune_student_lr": 5e-4,
+        "score_prompts": False, "rollout_new_tokens": 64, **BY_LAYER,
     },
 }  # fmt: skip
 
