@@ -88,8 +88,8 @@ HALF_TERNARY: dict[str, dict[str, Any]] = {
     "profile_kv": {"activation_bits": 8},
     "distill": {
         "exceptions": ["layers.*[02468].*_proj=ternary"], "activation_bits": 8,
-        "weight_zero_points": False, "batch_sequences": 8, "finetune_steps": 22, "finetune_student_lr": 5e-4,
-        "score_prompts": False, "rollout_new_tokens": 64, **BY_LAYER,
+        "weight_zero_points": False, "batch_sequences": 8, "finetune_steps": 38, "score_prompts": False,
+        "rollout_new_tokens": 64,
     },
 }  # fmt: skip
 
