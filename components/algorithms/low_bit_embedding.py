@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .layer_bits import FULL_PRECISION
 from .quantizers import SMALLEST_SCALE, weight_values
@@ -35,7 +35,7 @@ def both_ends(model: Any) -> dict[str, Any]:
     return {name: module for end in ends for name, module in model.named_modules() if module is end}
 
 
-def tables(model: Any) -> dict[str, nn.Module]:
+def tables(model: Any) -> dict[str, Any]:
     """Embedding, and head where that has a weight of its own, by name in the model."""
     (of_embedding, embedding), (of_head, head) = both_ends(model).items()
     return {of_embedding: embedding} if head.weight is embedding.weight else {of_embedding: embedding, of_head: head}
@@ -53,14 +53,15 @@ def table_codes(weight_VD: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def round_embedding(model: Any) -> None:
-    """Put embedding and head on their grids, in place. ValueError, before either is touched, for weights that are not
-    finite, and for a head with a bias.
+    """Put embedding and head on their grids, in place. ValueError, before either is touched, for weights that no grid
+    holds, and for a head with a bias.
     """
-    found = tables(model)
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ValueError(f"{type(model).__name__}: its output head has a bias, with which it has no form of 8 bits")
-    for name, module in found.items():
-        if not module.weight.isfinite().all():
-            raise ValueError(f"{name}: has weights that are not finite, which no grid holds")
-    for module in found.values():
-        module.weight.copy_(weight_values(*table_codes(module.weight)))
+    rounded_VD = {}
+    for name, table in tables(model).items():
+        rounded_VD[name] = weight_values(*table_codes(table.weight))
+        if not rounded_VD[name].isfinite().all():
+            raise ValueError(f"{name}: has weights that are not finite, or too large for a scale in float16")
+    for name, weight_VD in rounded_VD.items():
+        model.get_submodule(name).weight.copy_(weight_VD)

@@ -90,11 +90,12 @@ def test_other_bits_are_refused(bits: int) -> None:
 
 def test_what_no_grid_holds_is_named_and_left_alone(model: Any) -> None:
     own = untied(model)
-    own.lm_head.weight[5, 3] = torch.nan
     before_VD = own.model.embed_tokens.weight.detach().clone()
-    with pytest.raises(ValueError, match=r"lm_head: has weights that are not finite"):
-        apply_scheme(own, ALONE)
-    assert torch.equal(own.model.embed_tokens.weight, before_VD)
+    for value in (torch.nan, -torch.inf, 1e8):
+        own.lm_head.weight[5, 3] = value
+        with pytest.raises(ValueError, match=r"lm_head: has weights that are not finite, or too large"):
+            apply_scheme(own, ALONE)
+        assert torch.equal(own.model.embed_tokens.weight, before_VD)
     own.lm_head.bias = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="output head has a bias"):
         apply_scheme(own, ALONE)
