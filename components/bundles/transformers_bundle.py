@@ -135,8 +135,8 @@ def _simulated(model: Any, folder: Path, file: Any) -> Any:
         stem = name.rpartition(".")[0]
         if stem in packed:
             model.get_submodule(stem).weight = nn.Parameter(value.to(model.dtype), requires_grad=False)
-    embedding, head = both_ends(model).values()
-    if model.config.tie_word_embeddings:
+    if scheme.rounds_embedding and model.config.tie_word_embeddings:
+        embedding, head = both_ends(model).values()
         head.weight = embedding.weight
     return apply_scheme(model, scheme, _policy(folder), on_the_grid=True)
 
