@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +53,18 @@ def answering() -> Iterator[None]:
         if type(error).__module__.partition(".")[0] not in _RAISE:
             raise
         raise _unusable(error) from error
+
+
+def twice(write: Callable[..., None], *arguments: str) -> None:
+    """Write to MLflow's registry, once more if it refuses a row that another client made after it had looked for it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        write(*arguments)
+    except MlflowException as error:
+        if error.error_code != "BAD_REQUEST":  # what it calls every error of its database but a lost connection
+            raise
+        write(*arguments)
 
 
 def run_url(experiment: str, run_id: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from reflux.components import tracking
 from reflux.components.artifacts import Artifact
-from reflux.components.mlflow_connection import answering
+from reflux.components.mlflow_connection import answering, twice
 from reflux.components.run_tree import query
 from reflux.components.storage import Store
 
@@ -203,7 +203,7 @@ def _name_the_candidate(client: Any, model: str) -> None:
     named = None
     while (newest := _versions(client, model, {"reflux.verdict": PASS})[0].version) != named:
         try:
-            client.set_registered_model_alias(model, CANDIDATE, newest)
+            twice(client.set_registered_model_alias, model, CANDIDATE, newest)
             named = newest
         except MlflowException as error:  # an attempt that had the higher number removed it in this moment
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":

@@ -14,7 +14,7 @@ from typing import Any
 
 from reflux.components import environment, registry
 from reflux.components.artifacts import Artifact
-from reflux.components.mlflow_connection import answering
+from reflux.components.mlflow_connection import answering, twice
 from reflux.components.registry import Version
 from reflux.components.storage import Store
 from reflux.pipelines.review import promotion_ledger, registered_models
@@ -201,11 +201,11 @@ def _show(client: Any, store: Store, model: str) -> None:
     shown = None
     while (records := promotion_ledger.read(store, model)) and records[-1] != shown:
         shown = records[-1]
-        client.set_registered_model_alias(model, registry.CHAMPION, str(shown.champion))
+        twice(client.set_registered_model_alias, model, registry.CHAMPION, str(shown.champion))
         if shown.previous is not None and registry.is_there(client, model, shown.previous):
-            client.set_registered_model_alias(model, registry.PREVIOUS, str(shown.previous))
+            twice(client.set_registered_model_alias, model, registry.PREVIOUS, str(shown.previous))
         said = f"{shown.number}: {shown.why}" + (f", {shown.reason}" if shown.reason else "")
-        client.set_model_version_tag(model, str(shown.champion), "reflux.promotion", said)
+        twice(client.set_model_version_tag, model, str(shown.champion), "reflux.promotion", said)
 
 
 def _told(model: str, record: Record) -> str:

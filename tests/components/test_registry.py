@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from threading import Barrier
 from typing import Any
 
 import pytest
+from mlflow.store.model_registry.dbmodels.models import SqlRegisteredModelAlias
 from registered_bundles import MODEL, register
 from servers import kfp_plugin
+from sqlalchemy import event
+from sqlalchemy.orm import Session
 
 from reflux.components import __main__ as entry
 from reflux.components import registry
@@ -107,6 +113,29 @@ def test_attempts_at_once_leave_one_version(tmp_path: Path, client: Any) -> None
     assert numbers == left
     assert len(left) == 1
     assert registry.aliases(client, MODEL) == {"candidate": max(left)}
+
+
+def test_an_alias_that_another_attempt_writes_between_mlflows_reading_and_writing(tmp_path: Path, client: Any) -> None:
+    written: list[int] = []
+
+    def other_attempt(session: Session, *_: object) -> None:
+        if written or not any(isinstance(row, SqlRegisteredModelAlias) for row in session.new):
+            return
+        with closing(sqlite3.connect(os.environ["MLFLOW_TRACKING_URI"].removeprefix("sqlite:///"))) as database:
+            made = database.execute(
+                "INSERT INTO registered_model_aliases (workspace, name, alias, version)"
+                " SELECT workspace, name, 'candidate', version FROM model_versions"
+            )
+            database.commit()
+            written.append(made.rowcount)
+
+    event.listen(Session, "before_flush", other_attempt)
+    try:
+        register(Store.open(str(tmp_path / "store")), perplexity=50.0)
+    finally:
+        event.remove(Session, "before_flush", other_attempt)
+    assert written == [1]
+    assert registry.aliases(client, MODEL) == {"candidate": 1}
 
 
 @pytest.mark.parametrize(
