@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from reflux.components.declare import later, setting, source
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,99}")  # what MLflow's registry and a store can both have as a name
-STAGE_VERSION = "6"
+STAGE_VERSION = "7"
 
 
 @dataclass(frozen=True, kw_only=True)

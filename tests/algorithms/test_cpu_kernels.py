@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from reflux.components.algorithms.cpu_kernels import (
+    CodedLinear,
     CodedWeight,
     Int4Linear,
     IntegerLinear,
@@ -99,9 +100,9 @@ def test_without_codes_the_weight_is_restored() -> None:
     torch.testing.assert_close(IntegerLinear(weight, None)(x), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_codes_of_other_hidden_states_are_refused() -> None:
+@pytest.mark.parametrize("linear", [IntegerLinear(coded(4, 64), None), Int4Linear(coded(4, 64), None, torch.bfloat16)])
+def test_codes_of_other_hidden_states_are_refused(linear: CodedLinear) -> None:
     x, main_scale = activations(3)
-    linear = IntegerLinear(coded(4, 64), None)
     linear.incoming = coded_rows(x, main_scale, 4, "dual")
     with pytest.raises(ValueError, match="a block changes its hidden states before its linears read them"):
         linear(x.clone())
@@ -125,6 +126,28 @@ def test_four_bit_weights_meet_activations_in_floating_point(
     expected = nn.functional.linear(x, values_OI, torch.arange(32.0))
     error = (linear(x.to(dtype)).float() - expected).norm() / expected.norm()
     assert error < tolerance
+
+
+@pytest.mark.parametrize("activation", ["plain", "dual"])
+@pytest.mark.parametrize(("weight_bits", "has_zero_points"), [(4, False), (4, True), (3, True), (TERNARY, False)])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_four_bit_weights_meet_codes_of_activations_whole(
+    activation: str, weight_bits: int, has_zero_points: bool, bits: int, tokens: int
+) -> None:
+    weight, (x, main_scale) = coded(weight_bits, 64, has_zero_points=has_zero_points), activations(tokens)
+    linear = Int4Linear(weight, torch.arange(32.0), torch.bfloat16)
+    linear.incoming = coded_rows(x, main_scale, bits, activation)
+    rounded = QUANTIZERS[activation](x, main_scale, bits)
+    values_OI = weight_values(weight.codes_OI, weight.scale_OG, weight.zero_OG)
+    expected = nn.functional.linear(rounded, values_OI, torch.arange(32.0))
+    assert (linear(x) - expected).norm() / expected.norm() < 4e-3  # a scale, an offset and a sum, each of 8 bits
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bfloat16_holds_all_codes_of_activations(bits: int) -> None:
+    codes = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=torch.int8)
+    assert torch.equal(codes.to(torch.bfloat16).float(), codes.float())
 
 
 @pytest.mark.parametrize(("bits", "group_size", "outputs"), [(8, 64, 32), (4, 48, 32), (4, 64, 24)])

@@ -58,7 +58,7 @@ def test_what_has_no_kernel_says_why(tiny_model: Path, prompts: Path, tmp_path: 
     assert done.exit_code == 0, done.output
     assert "w8a16_given" in done.output
     assert "not run: deployed" in done.output
-    assert "weights of 8 bits in groups of 64 beside full-precision activations have no kernel" in done.output
+    assert "meets full-precision activations, which has no kernel on a CPU; weight_bits 8, group_size 64" in done.output
 
 
 @pytest.mark.slow

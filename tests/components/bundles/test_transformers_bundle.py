@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_bundle import write_tiny_bundle
 from transformers import AutoModelForCausalLM
 
-from reflux.components.algorithms.cpu_kernels import Int4Linear, IntegerLinear
+from reflux.components.algorithms.cpu_kernels import CodedLinear, Int4Linear, IntegerLinear
 from reflux.components.algorithms.low_bit import full_precision_activations
 from reflux.components.bundles.bundle import load_bundle
 from reflux.components.bundles.packed_linear import unpack
@@ -74,6 +74,22 @@ def test_the_deployed_forward_is_the_imitated_one_in_integers(bundles: dict[str,
     assert (logprobs(deployed) - logprobs(imitated)).abs().mean() < 5e-3
     with full_precision_activations(deployed), full_precision_activations(imitated):
         torch.testing.assert_close(logprobs(deployed), logprobs(imitated), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "of_four_bits"),
+    [("w4a4_dual", 14), ("w4a4_dual_zero_points", 14), ("mixed_zero_points", 12), ("w4a4_dual_embedding8", 14),
+     ("w8a8_dual", 0)],
+)  # fmt: skip
+def test_in_bfloat16_weights_of_four_bits_stay_so(bundles: dict[str, Path], scheme: str, of_four_bits: int) -> None:
+    deployed, imitated = from_pretrained(bundles[scheme], "deployed", torch.bfloat16), load_bundle(bundles[scheme])
+    kinds = [type(module) for module in deployed.modules() if isinstance(module, CodedLinear)]
+    assert (kinds.count(Int4Linear), kinds.count(IntegerLinear)) == (of_four_bits, 14 - of_four_bits)
+    with full_precision_activations(deployed), full_precision_activations(imitated):
+        assert (logprobs(deployed) - logprobs(imitated)).abs().mean() < 0.02
+    # bfloat16 moves values over the edge between two codes, in this forward no more than in the imitated one
+    exact, moved = logprobs(imitated), logprobs(imitated.to(torch.bfloat16))
+    assert (logprobs(deployed) - exact).abs().mean() < 1.2 * (moved - exact).abs().mean()
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a16_zero_points", "w4a16_embedding8"])
