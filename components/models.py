@@ -58,6 +58,9 @@ def load_model(path: Path, dtype: str = "float32") -> Any:
         raise ValueError(f"model {path}: its weights are not of the shapes that config.json gives") from error
     if missing := sorted(told["missing_keys"]):  # transformers makes them up and goes on
         raise ValueError(f"model {path}: {len(missing)} weights are in no file, e.g. {missing[0]}")
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False  # two tables in the files are two, whatever config.json says
     return model.eval().requires_grad_(False)
 
 

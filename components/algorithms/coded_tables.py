@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from .cpu_kernels import CodedWeight
 from .low_bit_embedding import both_ends
 
+BFLOAT16_WIDTHS = 16
+"""Torch's kernel reads past the end of a row in bfloat16 where its width is no multiple of this; not in float32."""
+
 
 class CodedTable(nn.Module):
     """Codes and scales, with the weight restored for whoever asks."""
@@ -36,7 +39,7 @@ class CodedEmbedding(CodedTable):
     """Restores the rows of the tokens that come."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.codes_VD[ids] * self.scale_V[ids][..., None]
+        return nn.functional.embedding(ids, self.codes_VD) * self.scale_V[ids][..., None]
 
 
 class CodedHead(CodedTable):
@@ -45,13 +48,15 @@ class CodedHead(CodedTable):
     bias = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        hidden_ND = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-        logits = torch.ops.aten._weight_int8pack_mm(hidden_ND, self.codes_VD, self.scale_V)
-        return logits.reshape(*hidden.shape[:-1], -1)
+        hidden_ND, scale_V = hidden.reshape(-1, hidden.shape[-1]).contiguous(), self.scale_V
+        if hidden_ND.shape[1] % BFLOAT16_WIDTHS:
+            hidden_ND, scale_V = hidden_ND.float(), scale_V.float()
+        logits = torch.ops.aten._weight_int8pack_mm(hidden_ND, self.codes_VD, scale_V)
+        return logits.to(hidden.dtype).reshape(*hidden.shape[:-1], -1)
 
 
 def use_coded_tables(model: Any, coded: dict[str, CodedWeight], dtype: torch.dtype) -> None:
-    """Put codes in the place of embedding and head, in memory once if the two are tied."""
+    """Put codes in the place of embedding and head; `coded` has one table if the two are tied."""
     of_embedding, of_head = both_ends(model)
     embedding = CodedEmbedding(coded[of_embedding], dtype)
     head = CodedHead(coded.get(of_head, coded[of_embedding]), dtype)

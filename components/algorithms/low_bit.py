@@ -23,7 +23,7 @@ from .hadamard import NO_ROTATION, check_rotation, rotate, turn_down_inputs
 from .kv_cache import round_cache
 from .kv_forms import FULL_CACHE, check_kv_cache
 from .layer_bits import FULL_PRECISION, SITES, TERNARY, bits_of, concern_sites, parsed, require_used
-from .low_bit_embedding import check_embedding_bits, round_embedding
+from .low_bit_embedding import check_embedding_bits, require_grids, require_tables, round_embedding
 from .policies import PositionTable
 from .quantizers import QUANTIZERS, check_group_size, fake_quantize_weight, require_grid, zero_points
 from .rope_tables import check_rope_bits, round_rope
@@ -191,10 +191,12 @@ def bits_of_sites(model: Any, scheme: Scheme) -> dict[str, int]:
 
 
 def require_fitting(model: Any, scheme: Scheme) -> None:
-    """ValueError for an exception that fits no layer of the model, or a low-bit layer that does not divide into
-    groups; the model may be on the meta device.
+    """ValueError for an exception that fits no layer of the model, a low-bit layer that does not divide into groups, or
+    an embedding that is to be rounded and is no plain table; the model may be on the meta device.
     """
     of_weights = bits_of_weights(model, scheme)
+    if scheme.rounds_embedding:
+        require_tables(model)
     require_used(scheme.exceptions, [*of_weights, *bits_of_sites(model, scheme)])
     for name, bits in of_weights.items():
         if bits < FULL_PRECISION:
@@ -220,6 +222,8 @@ def apply_scheme(model: Any, scheme: Scheme, policy: PositionTable | None = None
         linears: dict[str, Any] = {name: layers.get_submodule(name.removeprefix("layers.")) for name in rounded}
         for name, linear in linears.items():
             require_grid(linear.weight, rounded[name], scheme.group_size, name, scheme.has_zero_points(rounded[name]))
+        if scheme.rounds_embedding:
+            require_grids(model)
         if scheme.rotates:
             rotate(model)
         if scheme.rounds_embedding:

@@ -30,9 +30,12 @@ class ModelHead:
 
     def __call__(self, hidden_ND: Tensor) -> Tensor:
         """[N, P] logits."""
-        logits_NP = wide_product(hidden_ND, self.projection.weight)
-        if self.projection.bias is not None:
-            logits_NP = logits_NP + self.projection.bias
+        if isinstance(self.projection, torch.nn.Linear):
+            logits_NP = wide_product(hidden_ND, self.projection.weight)
+            if self.projection.bias is not None:
+                logits_NP = logits_NP + self.projection.bias
+        else:  # of codes, which stay codes
+            logits_NP = self.projection(hidden_ND)
         if self.factor != self.divisor:
             logits_NP = logits_NP * self.factor / self.divisor
         return logits_NP if self.cap is None else torch.tanh(logits_NP / self.cap) * self.cap
@@ -61,7 +64,7 @@ def output_head(model: Any) -> ModelHead:
         cap=getattr(model.config, "final_logit_softcapping", None),  # Gemma
     )
     with torch.no_grad():
-        position_BT = torch.arange(3, device=projection.weight.device)[None]
+        position_BT = torch.arange(3, device=model.device)[None]
         input_BT, mask_BT = position_BT + 1, torch.ones_like(position_BT)
         own_NP = model(input_ids=input_BT, attention_mask=mask_BT, position_ids=position_BT).logits[0]
         ours_NP = head(final_hidden_states(model, input_BT, mask_BT, position_BT)[0])

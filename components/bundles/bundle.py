@@ -16,7 +16,7 @@ Shapes: O outputs, I inputs, G groups.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -246,19 +246,36 @@ def load_bundle(folder: Path) -> Any:
 
 
 def described(quant_config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What model.safetensors has packed, by name: linears, and embedding and head where they are rounded."""
-    return quant_config["weights"] | quant_config.get("tables", {})
+    """What model.safetensors has packed, by name: linears, and embedding and head where they are rounded. ValueError if
+    the tables are not those of the scheme.
+    """
+    tables, bits = quant_config.get("tables") or {}, quant_config["scheme"].get("embedding_bits", FULL_PRECISION)
+    if bool(tables) != (bits < FULL_PRECISION) or any(entry["bits"] != bits for entry in tables.values()):
+        of_bits = sorted({entry["bits"] for entry in tables.values()})
+        raise ValueError(
+            f"quant_config.json: tables {sorted(tables)} of {of_bits} bits, the scheme has embedding_bits {bits}; "
+            "it was changed"
+        )
+    return quant_config["weights"] | tables
+
+
+def require_described(file: Any, packed: Iterable[str]) -> None:
+    """ValueError unless what is packed in model.safetensors is what `described` names."""
+    stems = {name.removesuffix(PACKED) for name in file.keys() if name.endswith(PACKED)}  # noqa: SIM118  no mapping
+    if unknown := sorted(stems - set(packed)):
+        raise ValueError(f"quant_config.json: {unknown[0]} is packed in model.safetensors and not described")
+    if missing := sorted(set(packed) - stems):
+        raise ValueError(f"quant_config.json: describes {missing[0]}, which is not packed in model.safetensors")
 
 
 def dequantized(file: Any, packed: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of every parameter in model.safetensors. `packed` are those of `described`; ValueError for one in
-    the file that is not among them.
+    """Name and value of every parameter in model.safetensors. `packed` are those of `described`; ValueError if the file
+    has others.
     """
+    require_described(file, packed)
     for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
         if name.endswith(PACKED):
             stem = name.removesuffix(PACKED)
-            if stem not in packed:
-                raise ValueError(f"quant_config.json: {stem} is packed in model.safetensors and not described")
             coded = coded_linear(file, stem, packed[stem])
             yield f"{stem}.weight", weight_values(coded.codes_OI, coded.scale_OG, coded.zero_OG)
         elif not name.endswith(BESIDE):

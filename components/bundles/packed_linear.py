@@ -27,10 +27,25 @@ BESIDE = (".weight_scale", ".weight_zero_point", ".weight_shape")
 """Ends of the names of a linear's tensors."""
 WORD_BITS = 32
 WORD_MASK = 2**32 - 1
+CODES_AT_ONCE = 2**20
+"""That are int64 for a moment: a whole table's would be many times what it takes packed."""
 
 
 def pack(codes_NM: torch.Tensor, bits: int) -> torch.Tensor:
     """[N, W] int32, W = ceil(M * bits / 32)."""
+    return torch.cat([_packed(part_NM, bits) for part_NM in _some_rows(codes_NM, codes_NM.shape[1])])
+
+
+def unpack(words_NW: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """[N, M] int8 codes of `pack`."""
+    return torch.cat([_unpacked(part_NW, bits, columns) for part_NW in _some_rows(words_NW, columns)])
+
+
+def _some_rows(values_NM: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
+    return values_NM.split(max(1, CODES_AT_ONCE // max(1, columns)))
+
+
+def _packed(codes_NM: torch.Tensor, bits: int) -> torch.Tensor:
     rows, columns = codes_NM.shape
     unsigned_NM = nn.functional.pad(codes_NM.to(torch.int64) + 2 ** (bits - 1), (0, -columns % WORD_BITS))
     unsigned_NGC = unsigned_NM.reshape(rows, -1, WORD_BITS)  # 32 codes fill `bits` words
@@ -43,8 +58,7 @@ def pack(codes_NM: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.where(words_NW >= 2**31, words_NW - 2**32, words_NW).to(torch.int32)
 
 
-def unpack(words_NW: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """[N, M] int8 codes of `pack`."""
+def _unpacked(words_NW: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     words_NW = nn.functional.pad(words_NW.to(torch.int64) & WORD_MASK, (0, -words_NW.shape[1] % bits))
     words_NGW = words_NW.reshape(len(words_NW), -1, bits)
     unsigned_NGC = torch.empty(*words_NGW.shape[:2], WORD_BITS, dtype=torch.int64)
@@ -75,15 +89,26 @@ def packed_linear(name: str, coded: CodedWeight) -> dict[str, torch.Tensor]:
 
 
 def coded_linear(file: Any, name: str, described: dict[str, Any]) -> CodedWeight:
-    """What `packed_linear` made tensors of; `described` is the layer's entry in quant_config.json."""
-    bits = described["bits"]
+    """What `packed_linear` made tensors of; `described` is the layer's entry in quant_config.json. ValueError if that
+    does not describe them.
+    """
+    bits, zero_point, packed_OW = described["bits"], described["zero_point"], file.get_tensor(f"{name}{PACKED}")
     outputs, inputs = file.get_tensor(f"{name}.weight_shape").tolist()
+    if packed_OW.shape[1] != -(-inputs * bits // WORD_BITS):
+        raise ValueError(
+            f"quant_config.json: {name}: bits {bits}, but model.safetensors has {packed_OW.shape[1]} words for "
+            f"{inputs} codes"
+        )
+    if zero_point not in (0, f"{name}.weight_zero_point"):
+        raise ValueError(
+            f"quant_config.json: {name}: zero_point {zero_point!r}; allowed are 0 and '{name}.weight_zero_point'"
+        )
     zero_OG = None
-    if described["zero_point"] != 0:
-        zero_OG = unpack(file.get_tensor(f"{name}.weight_zero_point").t(), bits, outputs).t().contiguous()
+    if zero_point != 0:
+        zero_OG = unpack(file.get_tensor(zero_point).t(), bits, outputs).t().contiguous()
     return CodedWeight(
         bits=bits,
-        codes_OI=unpack(file.get_tensor(f"{name}{PACKED}"), bits, inputs),
+        codes_OI=unpack(packed_OW, bits, inputs),
         scale_OG=file.get_tensor(f"{name}.weight_scale").to(torch.float32),
         zero_OG=zero_OG,
     )

@@ -26,9 +26,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from reflux.components.algorithms.coded_tables import use_coded_tables
 from reflux.components.algorithms.cpu_kernels import int4_refusal, use_coded_linears, use_int4_kernels
 from reflux.components.algorithms.low_bit import apply_scheme, round_attention
-from reflux.components.algorithms.low_bit_embedding import both_ends
+from reflux.components.algorithms.low_bit_embedding import both_ends, require_tables
 from reflux.components.bundles import policy_table
-from reflux.components.bundles.bundle import dequantized, described, open_weights, read_quant_config, read_scheme
+from reflux.components.bundles.bundle import (
+    dequantized,
+    described,
+    open_weights,
+    read_quant_config,
+    read_scheme,
+    require_described,
+)
 from reflux.components.bundles.bundle_digests import require_intact
 from reflux.components.bundles.packed_linear import coded_linear
 from reflux.components.serve.served_bundle import site_of
@@ -88,7 +95,9 @@ def load_deployed(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
 class BundleQuantizationConfig(QuantizationConfigMixin):
     """Where the bundle lies, and which forward it gets."""
 
-    def __init__(self, folder: str, forward: str = "simulated", **_: Any) -> None:
+    def __init__(self, folder: str = "", forward: str = "simulated", **_: Any) -> None:
+        if not folder:
+            raise ValueError("a bundle of reflux: give from_pretrained config=low_bit_config(FOLDER)")
         self.quant_method, self.folder, self.forward = METHOD, folder, forward
 
 
@@ -99,14 +108,25 @@ class BundleQuantizer(HfQuantizer):
     """
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        config = read_quant_config(Path(self.quantization_config.folder))
+        folder = Path(self.quantization_config.folder)
+        config = read_quant_config(folder)
+        with open_weights(folder) as file:
+            require_described(file, described(config))
         for name in config["weights"]:
             model.get_submodule(name).register_parameter("weight", None)
         self.tables = both_ends(model) if "tables" in config else {}
+        if self.tables:
+            require_tables(model)
+            of_embedding, of_head = self.tables
+            needed = {of_embedding} if model.config.tie_word_embeddings else {of_embedding, of_head}
+            if needed != config["tables"].keys():
+                raise ValueError(
+                    f"quant_config.json: tables {sorted(config['tables'])}; with config.json's tie_word_embeddings "
+                    f"{model.config.tie_word_embeddings} they are {sorted(needed)}"
+                )
+            model.all_tied_weights_keys = {}
         for name in self.tables:
             model.set_submodule(name, nn.Identity())  # transformers would begin them at random
-        if self.tables:
-            model.all_tied_weights_keys = {}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), STORED}
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:

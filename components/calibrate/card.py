@@ -49,7 +49,7 @@ speed is not.
 
 | file | holds |
 |---|---|
-| model.safetensors | packed codes and scales of the decoder's linear layers, the rest as it was; deployed weights |
+| model.safetensors | packed codes and scales of what the scheme rounds, the rest as it was; deployed weights |
 | quant_config.json | the whole quantiser: scheme, every linear, every activation site with its outlier threshold |
 | policy_table.bin | main and outlier scale by site and position (only with dual-scale activations) |
 | runtime/ | the code that loads all this |

@@ -16,7 +16,6 @@ from reflux.components.algorithms.low_bit import Scheme
 from reflux.components.bundles import policy_table
 from reflux.components.bundles.bundle import compressed_tensors_config, deployed_state, quant_config, quantized_bits
 from reflux.components.bundles.bundle_digests import digests
-from reflux.components.bundles.transformers_bundle import METHOD
 
 RUNTIME = (
     "components/__init__.py",
@@ -61,6 +60,10 @@ DESCRIBED = {
 
 SCRIPTS = ("calibrate.py", "fallback.py")
 REQUIREMENTS = ("torch", "transformers", "safetensors")
+ALONE = {"load_with": "reflux.components.bundles.transformers_bundle.low_bit_config"}
+"""Without `quant_method`, which transformers refuses; a method that it does not know it would leave out, and begin with
+random weights.
+"""
 
 
 def write_bundle(
@@ -82,9 +85,7 @@ def write_bundle(
         config = json.loads((folder / "config.json").read_text())
         # a runtime that does not know reflux would not turn the inputs of down_proj, or begin with a random embedding
         alone = scheme.rotates or scheme.rounds_embedding
-        config["quantization_config"] = (
-            {"quant_method": METHOD} if alone else compressed_tensors_config(student, scheme)
-        )
+        config["quantization_config"] = ALONE if alone else compressed_tensors_config(student, scheme)
         (folder / "config.json").write_text(_json(config))
     # not save_pretrained, which refuses what some published models have: a temperature beside do_sample false
     (folder / "generation_config.json").write_text(student.generation_config.to_json_string() + "\n")

@@ -22,6 +22,7 @@ from reflux.components.algorithms.low_bit import (
     frozen_weights,
     watching_sites,
 )
+from reflux.components.algorithms.low_bit_embedding import tables
 from reflux.components.algorithms.not_finite import require_finite
 from reflux.components.algorithms.output_head import final_hidden_states
 from reflux.components.algorithms.quantizers import require_grid
@@ -157,8 +158,11 @@ def _outlier_thresholds(
 
 
 def _require_equal_weights(trained: Any, exported: Any, scheme: Scheme) -> None:
-    """Every decoder linear of the bundle equals the trained forward's rounded weight, to the last bit."""
+    """Every decoder linear of the bundle equals the trained forward's rounded weight to the last bit, embedding and
+    head too.
+    """
     assert len(decoder_layers(trained)) == len(decoder_layers(exported))
-    for name in quantized_bits(trained, scheme):
-        if not torch.equal(trained.get_submodule(name).rounded(), exported.get_submodule(name).weight):
+    expected = {name: trained.get_submodule(name).rounded() for name in quantized_bits(trained, scheme)}
+    for name, weight in (expected | {name: table.weight for name, table in tables(trained).items()}).items():
+        if not torch.equal(weight, exported.get_submodule(name).weight):
             raise ValueError(f"calibrate: the exported weight of {name} is not the one that was trained")

@@ -84,7 +84,7 @@ def why_no_binary() -> str:
 def require_space(folder: Path) -> None:
     """StoreError unless the folder's disk has the room without which SeaweedFS starts and refuses every write."""
     disk = shutil.disk_usage(folder)
-    if disk.free <= LEAST_FREE * disk.total:
+    if disk.total and disk.free <= LEAST_FREE * disk.total:
         gib = 2**30
         raise StoreError(
             f"the disk of {folder} has {disk.free / gib:.2f} of its {disk.total / gib:.1f} GiB free; SeaweedFS writes "

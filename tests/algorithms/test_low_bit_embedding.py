@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GemmaConfig, GemmaForCausalLM
 
-from reflux.components.algorithms.coded_tables import CodedHead, use_coded_tables
+from reflux.components.algorithms.coded_tables import CodedEmbedding, CodedHead, use_coded_tables
 from reflux.components.algorithms.cpu_kernels import CodedWeight
-from reflux.components.algorithms.low_bit import Scheme, apply_scheme
+from reflux.components.algorithms.low_bit import Scheme, apply_scheme, require_fitting
 from reflux.components.algorithms.low_bit_embedding import table_codes, tables
 from reflux.components.algorithms.quantizers import weight_values
 from reflux.components.evaluate.footprint import held_bytes
@@ -82,20 +83,60 @@ def test_codes_compute_what_the_rounded_weights_do(model: Any, is_tied: bool) ->
     assert was_held - held_bytes(model) == len(coded) * rows * (4 * channels - channels - 4)
 
 
-@pytest.mark.parametrize("bits", [4, 2, 7, 32])
-def test_other_bits_are_refused(bits: int) -> None:
+@pytest.mark.parametrize("bits", [4, 2, 7, 32, 8.0])
+def test_other_bits_are_refused(bits: Any) -> None:
     with pytest.raises(ValueError, match=f"embedding_bits {bits}: allowed are 8, or 16"):
         Scheme(embedding_bits=bits)
 
 
-def test_what_no_grid_holds_is_named_and_left_alone(model: Any) -> None:
+@pytest.mark.parametrize("scheme", [ALONE, Scheme(activation="plain", rotation="hadamard", embedding_bits=8)])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, 1e8])
+def test_what_no_grid_holds_is_named_and_the_model_left_alone(model: Any, scheme: Scheme, value: float) -> None:
     own = untied(model)
     before_VD = own.model.embed_tokens.weight.detach().clone()
-    for value in (torch.nan, -torch.inf, 1e8):
-        own.lm_head.weight[5, 3] = value
-        with pytest.raises(ValueError, match=r"lm_head: has weights that are not finite, or too large"):
-            apply_scheme(own, ALONE)
-        assert torch.equal(own.model.embed_tokens.weight, before_VD)
-    own.lm_head.bias = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(ValueError, match="output head has a bias"):
-        apply_scheme(own, ALONE)
+    own.lm_head.weight[5, 3] = value
+    with pytest.raises(
+        ValueError, match=r"lm_head: row 5 has weights up to .*; a scale is a float16, so a row of 8 bits"
+    ):
+        apply_scheme(own, scheme)
+    assert torch.equal(own.model.embed_tokens.weight, before_VD)
+    assert own.lm_head.weight[5, 3].item() == pytest.approx(value, nan_ok=True)
+
+
+def test_a_head_with_a_bias_is_refused_before_anything_turns(model: Any) -> None:
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match="embedding_bits 8: the output head of LlamaForCausalLM has a bias"):
+        apply_scheme(model, Scheme(activation="plain", rotation="hadamard", embedding_bits=8))
+    assert model.config.tie_word_embeddings is True
+
+
+def test_an_embedding_that_scales_what_it_looks_up_is_refused_without_weights() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50, "head_dim": 8}
+    with torch.device("meta"):
+        gemma = GemmaForCausalLM(GemmaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    require_fitting(gemma, Scheme(group_size=32))
+    with pytest.raises(ValueError, match=r"GemmaForCausalLM changes what it looks up \(GemmaTextScaledWordEmbedding\)"):
+        require_fitting(gemma, Scheme(group_size=32, embedding_bits=8))
+
+
+def coded(weight_VD: torch.Tensor) -> CodedWeight:
+    codes_VD, scale_V1 = table_codes(weight_VD)
+    return CodedWeight(bits=8, codes_OI=codes_VD, scale_OG=scale_V1)
+
+
+@pytest.mark.parametrize("width", [64, 72, 100])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_bfloat16_of_any_width(width: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    weight = coded(torch.randn(300, width, generator=generator))
+    hidden = torch.randn(rows, width, generator=generator).to(torch.bfloat16)
+    expected = hidden.float() @ weight_values(weight.codes_OI, weight.scale_OG).t()
+    got = CodedHead(weight, torch.bfloat16)(hidden)
+    assert got.dtype == torch.bfloat16
+    assert (got.float() - expected).norm() / expected.norm() < 4e-3
+
+
+@pytest.mark.parametrize("token", [-1, 300])
+def test_a_token_outside_the_vocabulary_is_no_row(token: int) -> None:
+    with pytest.raises(IndexError):
+        CodedEmbedding(coded(torch.ones(300, 8)), torch.float32)(torch.tensor([token]))
