@@ -61,8 +61,9 @@ def check(
         raise ValueError(f"distill.{error}") from None
     check_strategies(collect.key_token_strategies, collect.key_token_weights)
     steps_of(distill, has_policy=scheme_of(distill).needs_policy)
+    begun_policy = None
     if distill.start_uri:
-        find_start(paths[distill.start_uri], scheme_of(distill), whole=weights)
+        begun_policy = find_start(paths[distill.start_uri], scheme_of(distill), whole=weights).policy()
     if distill.compares_layers:
         _require_same_layers(teacher, student)
     require_usable(distill, collect.trace_store, collect.top_k)
@@ -80,7 +81,7 @@ def check(
         window_tokens=evaluate.window_tokens,
     )
     remarks = [f"{len(prompts)} prompts, {sum(prompt.split == 'heldout' for prompt in prompts)} of them held out"]
-    remarks += remarks_on_training(distill, has_policy=scheme_of(distill).needs_policy)
+    remarks += remarks_on_training(distill, profiled_policy=scheme_of(distill).needs_policy and begun_policy is None)
     needed = need_of(distill, student, teacher)
     remarks.append(require_memory(needed, distill) if weights else f"distill: {needed.described()}")
     if collect.prompts_per_dimension:

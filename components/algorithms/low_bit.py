@@ -132,8 +132,11 @@ class Scheme:
 class LowBitLinear(nn.Module):
     """A linear layer whose weight is rounded in every forward; `frozen_OI` holds the rounded weight while it cannot
     change. `log_clip_OG` says per group where the grid ends, as the log of a share of the largest |w|: 0 until it is
-    trained. `adapter`, if there is one, is asked for what it adds to the weight before that is rounded.
+    trained. `zero_OG` are zero points that a training began with; None: those of the weights. `adapter`, if there is
+    one, is asked for what it adds to the weight before that is rounded.
     """
+
+    zero_OG: torch.Tensor | None
 
     def __init__(self, linear: nn.Linear, bits: int, group_size: int, has_zero_points: bool) -> None:
         super().__init__()
@@ -142,6 +145,7 @@ class LowBitLinear(nn.Module):
         self.bits, self.group_size, self.has_zero_points = bits, group_size, has_zero_points
         groups = (linear.out_features, linear.in_features // group_size)
         self.log_clip_OG = nn.Parameter(torch.zeros(groups, dtype=self.weight.dtype, device=self.weight.device))
+        self.register_buffer("zero_OG", None)
         self.frozen_OI: torch.Tensor | None = None
         self.adapter: Any = None
 
@@ -151,7 +155,9 @@ class LowBitLinear(nn.Module):
 
     def rounded(self) -> torch.Tensor:
         latent_OI = self.latent()
-        zero_OG = zero_points(latent_OI.detach(), self.bits, self.group_size) if self.has_zero_points else None
+        zero_OG = self.zero_OG
+        if zero_OG is None and self.has_zero_points:
+            zero_OG = zero_points(latent_OI.detach(), self.bits, self.group_size)
         return fake_quantize_weight(latent_OI, self.bits, self.group_size, self.log_clip_OG, zero_OG)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,8 @@ def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
             continue
         stem = name.removesuffix(".weight")
         if stem in linears:
-            state |= packed_linear(stem, _coded(value, linears[stem], scheme, trained[f"{stem}.log_clip_OG"]))
+            clip_OG, zero_OG = trained[f"{stem}.log_clip_OG"], trained.get(f"{stem}.zero_OG")
+            state |= packed_linear(stem, _coded(value, linears[stem], scheme, clip_OG, zero_OG))
         elif stem in rounded_tables and name.endswith(".weight"):
             codes_VD, scale_V1 = table_codes(value)
             state |= packed_linear(stem, CodedWeight(bits=scheme.embedding_bits, codes_OI=codes_VD, scale_OG=scale_V1))
@@ -61,17 +62,20 @@ def deployed_state(model: Any, scheme: Scheme) -> dict[str, torch.Tensor]:
     return state
 
 
-def _coded(weight_OI: torch.Tensor, bits: int, scheme: Scheme, clip_OG: torch.Tensor) -> CodedWeight:
-    zero_OG = zero_points(weight_OI, bits, scheme.group_size) if scheme.has_zero_points(bits) else None
+def _coded(
+    weight_OI: torch.Tensor, bits: int, scheme: Scheme, clip_OG: torch.Tensor, zero_OG: torch.Tensor | None
+) -> CodedWeight:
+    if zero_OG is None and scheme.has_zero_points(bits):
+        zero_OG = zero_points(weight_OI, bits, scheme.group_size)
     codes_OI, scale_OG = weight_codes(weight_OI, bits, scheme.group_size, clip_OG, zero_OG)
     return CodedWeight(bits=bits, codes_OI=codes_OI, scale_OG=scale_OG, zero_OG=zero_OG)
 
 
 def held_elsewhere(name: str) -> bool:
     """Whether a parameter of the trained model has no tensor in model.safetensors: the position table has a file of its
-    own, and the clipping of a weight lies in its scales.
+    own, clipping and zero points of a weight lie beside its codes.
     """
-    return name.startswith("policy.") or name.endswith(".log_clip_OG")
+    return name.startswith("policy.") or name.endswith((".log_clip_OG", ".zero_OG"))
 
 
 def quantized_bits(model: Any, scheme: Scheme) -> dict[str, int]:

@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 NAME = "latent.safetensors"
 LATENT = {"checkpoint": "latent"}
 """Metadata of the file."""
+ZERO_POINTS = ".zero_OG"
+"""End of the name of a linear's zero points, which the file has where a training began with a checkpoint's."""
 
 
 def load_latent(model: Any, file: Path, *, who: str, base: str) -> None:
@@ -31,6 +33,9 @@ def load_latent(model: Any, file: Path, *, who: str, base: str) -> None:
     for name, value in state.items():
         if not value.isfinite().all():
             raise ValueError(f"{who}: {name} is not finite everywhere, and cannot be put on a grid")
+    for name, module in model.named_modules():
+        if f"{name}{ZERO_POINTS}" in state:
+            module.zero_OG = state[f"{name}{ZERO_POINTS}"]
     unknown = model.load_state_dict(state, strict=False).unexpected_keys
     if unknown:
         raise ValueError(f"{who}: {len(unknown)} weights do not belong to {base}, e.g. {unknown[0]}")

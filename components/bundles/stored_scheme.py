@@ -35,6 +35,23 @@ def stored_weights(folder: Path) -> StoredWeights | None:
 
     ValueError for any other quantisation, and where compressed-tensors, which has to unpack it, is not installed.
     """
+    said = packed_as(folder)
+    if said is None:
+        return None
+    if importlib.util.find_spec("compressed_tensors") is None:
+        raise ValueError(
+            f"{folder}/config.json: quantised by compressed-tensors, which is not installed: pip install "
+            "compressed-tensors"
+        )
+    return StoredWeights(
+        costs=packed_costs(folder), digest=hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    )
+
+
+def packed_as(folder: Path) -> dict[str, Any] | None:
+    """What config.json says of packed integer weights of compressed-tensors; None: the model is in full precision.
+    ValueError for any other quantisation.
+    """
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"{folder}: is neither a bundle nor a model, it has no quant_config.json and no config.json")
@@ -43,18 +60,12 @@ def stored_weights(folder: Path) -> StoredWeights | None:
         return None
     if said.get("quant_method") != "compressed-tensors" or said.get("format") != "pack-quantized":
         raise ValueError(
-            f"{file}: quantised by {said.get('quant_method')!r}, format {said.get('format')!r}; reflux evaluates "
+            f"{file}: quantised by {said.get('quant_method')!r}, format {said.get('format')!r}; reflux reads "
             "'compressed-tensors' in the format 'pack-quantized', bundles, and models in full precision"
         )
     for name, group in said.get("config_groups", {}).items():
         _require_integers(f"{file}: config_groups.{name}", group)
-    if importlib.util.find_spec("compressed_tensors") is None:
-        raise ValueError(
-            f"{file}: quantised by compressed-tensors, which is not installed: pip install compressed-tensors"
-        )
-    return StoredWeights(
-        costs=packed_costs(folder), digest=hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-    )
+    return said
 
 
 def _require_integers(where: str, group: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from reflux.components.algorithms.low_bit import LowBitLinear, decoder_layers
+from reflux.components.bundles import latent
 
 from .config import DistillConfig
 
@@ -61,10 +62,13 @@ def add_adapters(student: Any, config: DistillConfig) -> None:
 
 
 def latent_weights(student: Any) -> dict[str, torch.Tensor]:
-    """Name -> master weight of everything in the decoder layers, adapters merged: what is exported."""
+    """Name -> master weight of everything in the decoder layers, adapters merged, and zero points that are not those of
+    the weights: what is exported.
+    """
     adapted = {f"{name}.weight": m for name, m in student.named_modules() if isinstance(m, LowBitLinear)}
-    return {
+    weights = {
         name: adapted[name].latent().detach() if name in adapted else p.detach()
         for name, p in student.named_parameters()
         if name.startswith("model.layers.") and MARK not in name
     }
+    return weights | {name: b for name, b in student.named_buffers() if name.endswith(latent.ZERO_POINTS)}

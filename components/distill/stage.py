@@ -47,12 +47,16 @@ def run(
     require_usable(config, stored["trace_store"], int(stored["top_k"]))
     require_shares(config, processes.started())
     remark = require_memory(need_of(config, student_path, student.source("teacher")), config)
+    start = find_start(student.source("start_uri"), scheme_of(config)) if config.start_uri else None
+    begun_policy = None if start is None else start.policy()
+    needs_table = scheme_of(config).needs_policy and begun_policy is None
     if processes.is_first():
-        print("\n".join([remark, *remarks(config, has_policy=scheme_of(config).needs_policy)]), flush=True)
+        print("\n".join([remark, *remarks(config, profiled_policy=needs_table)]), flush=True)
     examples, validation = _split(training_examples(traces, config.max_sequence_tokens), config.validation_traces)
 
-    start = find_start(student.source("start_uri"), scheme_of(config)) if config.start_uri else None
-    policy = profiled(profile, scheme_of(config), config.k_norm_power) if start is None else start.policy()
+    policy = begun_policy
+    if needs_table:
+        policy = profiled(profile, scheme_of(config), config.k_norm_power)
     device = device_of(config)
     model = make_student(config, models.load_model(student_path), policy, start).to(device)
     teacher = models.load_model(student.source("teacher")).to(device)
@@ -102,9 +106,9 @@ def profiled(profile: Artifact, scheme: Scheme, k_norm_power: float = 0.0) -> Po
     return finer_where_keys_are_long(table, *norms_of_keys(profile), k_norm_power) if k_norm_power else table
 
 
-def remarks(config: DistillConfig, *, has_policy: bool) -> list[str]:
+def remarks(config: DistillConfig, *, profiled_policy: bool) -> list[str]:
     """What whoever starts the training should know of it, and is no error."""
-    if has_policy and not config.warmup_steps and not config.start_uri:
+    if profiled_policy and not config.warmup_steps:
         return [
             "distill.warmup_steps 0: the weights move before the position table has found its scales, which made "
             "published runs collapse within 50 steps; watch policy_gradient_norm and policy_saturated_share"

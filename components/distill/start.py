@@ -2,7 +2,8 @@
 the student's own rollouts after it (arXiv 2609.26708).
 
 Given is the artifact of an earlier distill as it lies in a store (a folder with its manifest and objects), or its files
-by name. Only master weights are begun with: a bundle, whose weights are on the grid, is refused.
+by name, with its master weights: a bundle of ours, which has none, is refused. Or a checkpoint of codes
+(packed_start.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from reflux.components.artifacts import ArtifactError
 from reflux.components.bundles import latent, policy_table
 from reflux.components.canonical import sha256_hex
 from reflux.components.provenance import from_bytes
+
+from .packed_start import PackedStart, packed_start
 
 MANIFEST = "manifest.json"
 
@@ -38,11 +41,12 @@ class Start:
         latent.load_latent(model, self.weights, who="start_uri", base=base)
 
 
-def find_start(place: Path, scheme: Scheme, *, whole: bool = True) -> Start:
+def find_start(place: Path, scheme: Scheme, *, whole: bool = True) -> Start | PackedStart:
     """The start at `place`, for a training under `scheme`. Unless its weights were left where they are (`whole`), every
     object is what the manifest says.
 
-    ValueError if there is no student there, deployed weights instead of master weights, or one of another scheme.
+    ValueError if there is no student there, deployed weights of ours instead of master weights, or one of another
+    scheme.
     """
     folder = place.parent if place.name == MANIFEST else place
     if (folder / "quant_config.json").exists():
@@ -50,6 +54,8 @@ def find_start(place: Path, scheme: Scheme, *, whole: bool = True) -> Start:
             f"start_uri {place}: is a bundle, whose deployed weights lie on the grid; a training begins with the "
             "master weights of the distill that it was made from"
         )
+    if (folder / "config.json").exists() and not (folder / MANIFEST).exists():
+        return packed_start(folder, scheme)
     files = _objects(folder, whole) if (folder / MANIFEST).exists() else _named(folder)
     own = Scheme.from_json(json.loads(files["scheme.json"].read_text()))
     if own != scheme:

@@ -14,6 +14,7 @@ from reflux.components.algorithms.recomputation import recompute_layers
 
 from .adapters import add_adapters
 from .config import DistillConfig
+from .packed_start import PackedStart
 from .start import Start
 
 
@@ -54,9 +55,11 @@ def scheme_of(config: DistillConfig) -> Scheme:
     return scheme
 
 
-def make_student(config: DistillConfig, model: Any, policy: PositionTable | None, start: Start | None = None) -> Any:
-    """`model`, quantised in place; `policy` is the position table that its scheme may need, `start` has the master
-    weights of an earlier training.
+def make_student(
+    config: DistillConfig, model: Any, policy: PositionTable | None, start: Start | PackedStart | None = None
+) -> Any:
+    """`model`, quantised in place; `policy` is the position table that its scheme may need, `start` has the weights of
+    an earlier training, or codes to begin with.
     """
     apply_scheme(model, scheme_of(config), policy)
     if start is not None:

@@ -57,10 +57,17 @@ class Evidence:
         return self.made[stage]
 
     @property
+    def begun_with(self) -> PositionTable | None:
+        """The table of an earlier training, if it goes on from one."""
+        if "start_uri" not in self.given:
+            return None
+        return find_start(self.given["start_uri"].path, scheme_of(self.config)).policy()
+
+    @property
     def profiled(self) -> PositionTable | None:
         """The table before training; None where the scheme needs none."""
-        if "start_uri" in self.given:
-            return find_start(self.given["start_uri"].path, scheme_of(self.config)).policy()
+        if (table := self.begun_with) is not None:
+            return table
         return profiled(self.artifact("profile_kv"), scheme_of(self.config), self.config.k_norm_power)
 
     @property

@@ -78,7 +78,7 @@ def warmup(evidence: Evidence) -> Finding:
     if evidence.profiled is None:
         raise NothingToSeeError(NO_TABLE)
     steps = evidence.config.warmup_steps
-    if evidence.config.start_uri:
+    if evidence.begun_with is not None:
         return Finding(check="warm-up", status="ok", found="it goes on from an earlier training's table")
     if steps:
         return Finding(check="warm-up", status="ok", found=f"{steps} steps are asked for the table alone")

@@ -91,7 +91,7 @@ def quantised(tmp_path: Path, tiny_model: Path, **said: Any) -> Path:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"quant_method": "gptq"}, "quantised by 'gptq', format None; reflux evaluates 'compressed-tensors'"),
+        ({"quant_method": "gptq"}, "quantised by 'gptq', format None; reflux reads 'compressed-tensors'"),
         (
             packed(group_0={"weights": {"num_bits": 4}}, group_1={"weights": {"num_bits": 8, "type": "float"}}),
             r"config_groups\.group_1: has weights 'float'; groups of integer weights with activations in full",

@@ -63,10 +63,9 @@ def test_the_history_of_a_student_knows_where_its_warm_up_ended(chain: Chain) ->
 
 def test_skipping_the_warm_up_is_remarked_on() -> None:
     skipped = DistillConfig(warmup_steps=0)
-    assert "made published runs collapse" in stage.remarks(skipped, has_policy=True)[0]
-    assert not stage.remarks(skipped, has_policy=False)
-    assert not stage.remarks(DistillConfig(), has_policy=True)
-    assert not stage.remarks(DistillConfig(warmup_steps=0, start_uri="earlier"), has_policy=True)
+    assert "made published runs collapse" in stage.remarks(skipped, profiled_policy=True)[0]
+    assert not stage.remarks(skipped, profiled_policy=False)
+    assert not stage.remarks(DistillConfig(), profiled_policy=True)
 
 
 def test_on_traces_the_rest_of_the_teachers_weight_is_hard_targets(chain: Chain) -> None:

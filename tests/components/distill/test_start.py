@@ -94,6 +94,8 @@ def test_another_scheme_or_another_stage_is_refused(chain: Chain, earlier: Artif
     with pytest.raises(ValueError, match="is an artifact of profile_kv; a training begins with one of distill"):
         find_start(place(chain, chain.profile), SCHEME)
     with pytest.raises(ValueError, match=r"has no scheme\.json; a folder objects/distill/KEY of a store is expected"):
+        find_start(chain.folder, SCHEME)
+    with pytest.raises(ValueError, match="is a model in full precision, which is a student"):
         find_start(chain.model, SCHEME)
 
 
