@@ -170,7 +170,8 @@ def _start(folder: Path) -> Server:
     for _ in range(3):  # a free port may be taken before the server binds it
         ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
         endpoint = f"http://127.0.0.1:{ports['s3.port']}"
-        (folder / "server.json").write_text(json.dumps({"endpoint": endpoint, "program": str(program)}) + "\n")
+        described = {"endpoint": endpoint, "program": str(program), "ports": [*ports.values()]}
+        (folder / "server.json").write_text(json.dumps(described) + "\n")
         _launch(folder, program, ports)
         if _answers(_described(folder), folder):
             return _described(folder)
@@ -210,9 +211,9 @@ def _terminate(folder: Path) -> None:
         _wait(lambda: not _alive(folder), patience)
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)  # reaps it where it was our own child
-    endpoint = json.loads(_text(folder / "server.json") or '{"endpoint": ""}')["endpoint"]
-    for left in Path("/tmp").glob(f"seaweedfs-*-{endpoint.rpartition(':')[2] or 'none'}.sock"):
-        left.unlink(missing_ok=True)
+    for port in json.loads(_text(folder / "server.json") or "{}").get("ports", []):
+        for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+            left.unlink(missing_ok=True)
 
 
 def _alive(folder: Path) -> bool:
