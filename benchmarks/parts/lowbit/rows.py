@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-OWN, CHAT, IN_DOMAIN = "own", "chat", "in_domain"
-"""Which text trains or calibrates: ours with or without its passages, or WikiText-2's validation text."""
+OWN, CHAT, NEWS, IN_DOMAIN = "own", "chat", "news", "in_domain"
+"""Which text trains or calibrates: ours with or without its passages, news, or WikiText-2's validation text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,8 @@ class Trained:
     text: str
     changes: dict[str, dict[str, Any]]
     """Stage -> field -> value, laid over RECIPE."""
+    start: str = ""
+    """Method of a Peer, whose codes for the same text it begins with."""
     kernels: bool = False
     """On low-bit kernels, so that memory and latency are measured."""
 

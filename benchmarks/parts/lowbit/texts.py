@@ -2,7 +2,8 @@
 
 With a folder of public data (REFLUX_DATA): WikiText-2's test text judges, its validation text trains and calibrates the
 rows that are called in-domain and no other, GSM8K's reference solutions judge. Without one, the language reference of
-CPython judges. All else is our own: docstrings of the standard library, questions about TOPICS, the demo's prompts, of
+CPython judges. News of the years 2000 and 2001 are 300 articles that gensim has for its own tests (Lee, Pincombe and
+Welsh, 2005). All else is our own: docstrings of the standard library, questions about TOPICS, the demo's prompts, of
 which the held-out ones judge.
 
 A prompt that begins with MARK is a passage of a text: in the copy of the model that the rows are made from, the chat
@@ -32,6 +33,8 @@ HELDOUT_FRACTION = 0.2
 """As in collect_traces: a prompt judges or trains by the hash of its id alone."""
 TEST_TEXT, VALIDATION_TEXT, PROBLEMS = "wikitext2_test.txt", "wikitext2_valid.txt", "gsm8k_test.jsonl"
 PUBLIC = (TEST_TEXT, VALIDATION_TEXT, PROBLEMS)
+NEWS_PACKAGE, NEWS_FILE = "gensim==4.4.0", "gensim/test/test_data/lee_background.cor"
+NEWS_SHA256 = "5d78d6dafd953bbf65797bef09a9ffb9ec430583381be705f8fd460000f370fb"
 MARK = "¶"
 SHORTEST_DOCSTRING = 400
 """Characters; below that they are lists of arguments."""
@@ -129,6 +132,16 @@ def passages_of(text: str, tokenizer: Any, count: int, tokens: int, name: str) -
         {"prompt_id": f"{name}_{number:03}", "prompt": MARK + text[offsets[start][0] : offsets[start + tokens - 1][1]]}
         for number, start in enumerate(starts)
     ]
+
+
+def news_text(package: Path) -> str:
+    """The articles, an empty line between two, from the folder that NEWS_PACKAGE is installed in. ValueError if they
+    are not those that were measured with.
+    """
+    content = (package / NEWS_FILE).read_bytes()
+    if (found := hashlib.sha256(content).hexdigest()) != NEWS_SHA256:
+        raise ValueError(f"{package / NEWS_FILE}: sha256 {found}, expected {NEWS_SHA256}")
+    return content.decode().replace("\n", "\n\n")
 
 
 def own_text() -> str:

