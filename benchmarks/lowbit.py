@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from parts.demo import MODEL
 from parts.lowbit.measure import MEASUREMENT, NEEDS, PARTS
-from parts.lowbit.rows import IN_DOMAIN, ORDER, OWN, ROWS
+from parts.lowbit.rows import ENCYCLOPEDIA, IN_DOMAIN, ORDER, OWN, ROWS
 from parts.lowbit.texts import PUBLIC, heldout_prompts, judging_text, problems, with_open_template
 from parts.lowbit.workshop import FOLDER, UnableError, Workshop, digest, kept, reader, subject
 from parts.paired import paired_difference
@@ -44,7 +44,11 @@ QUIET = 0.05
 SIZES = {"windows": 32, "window_tokens": 512, "answers": 44, "problems": 100, "latency_tokens": 40}
 COLUMNS = ("scheme", "role", "latency_p50_ms", "latency_p95_ms", "nll_gsm8k", "loop_rate")
 """Null where their part is not measured."""
-PASSAGES = {OWN: {"passages": 96, "tokens": 384}, IN_DOMAIN: {"passages": 120, "tokens": 480}}
+PASSAGES = {
+    OWN: {"passages": 96, "tokens": 384},
+    ENCYCLOPEDIA: {"passages": 240, "tokens": 480},
+    IN_DOMAIN: {"passages": 120, "tokens": 480},
+}
 DIFFERENCES = {
     **{f"nll_gsm8k: {name} - fp32": (name, "fp32", "problems", "problem_nats") for name in ROWS if name != "fp32"},
     "nll_gsm8k: on - off policy": ("w279a8_on_policy", "w279a8_off_policy", "problems", "problem_nats"),

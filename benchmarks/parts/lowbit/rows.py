@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-OWN, CHAT, NEWS, IN_DOMAIN = "own", "chat", "news", "in_domain"
-"""Which text trains or calibrates: ours with or without its passages, news, or WikiText-2's validation text."""
+OWN, CHAT, ENCYCLOPEDIA, IN_DOMAIN = "own", "chat", "encyclopedia", "in_domain"
+"""Which text trains or calibrates: ours with or without its passages, other articles of Wikipedia than WikiText's, or
+WikiText-2's validation text.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

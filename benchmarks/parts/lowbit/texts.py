@@ -2,9 +2,8 @@
 
 With a folder of public data (REFLUX_DATA): WikiText-2's test text judges, its validation text trains and calibrates the
 rows that are called in-domain and no other, GSM8K's reference solutions judge. Without one, the language reference of
-CPython judges. News of the years 2000 and 2001 are 300 articles that gensim has for its own tests (Lee, Pincombe and
-Welsh, 2005). All else is our own: docstrings of the standard library, questions about TOPICS, the demo's prompts, of
-which the held-out ones judge.
+CPython judges. encyclopedia.py has other articles of Wikipedia. All else is our own: docstrings of the standard
+library, questions about TOPICS, the demo's prompts, of which the held-out ones judge.
 
 A prompt that begins with MARK is a passage of a text: in the copy of the model that the rows are made from, the chat
 template leaves it as it is, so that rollouts go on with a text as they go on with a conversation.
@@ -33,8 +32,9 @@ HELDOUT_FRACTION = 0.2
 """As in collect_traces: a prompt judges or trains by the hash of its id alone."""
 TEST_TEXT, VALIDATION_TEXT, PROBLEMS = "wikitext2_test.txt", "wikitext2_valid.txt", "gsm8k_test.jsonl"
 PUBLIC = (TEST_TEXT, VALIDATION_TEXT, PROBLEMS)
-NEWS_PACKAGE, NEWS_FILE = "gensim==4.4.0", "gensim/test/test_data/lee_background.cor"
-NEWS_SHA256 = "5d78d6dafd953bbf65797bef09a9ffb9ec430583381be705f8fd460000f370fb"
+SHARED_WORDS = 13
+"""In a row, which two texts have in common by copying and not by chance, as GPT-3's authors took it (arXiv 2005.14165).
+"""
 MARK = "¶"
 SHORTEST_DOCSTRING = 400
 """Characters; below that they are lists of arguments."""
@@ -134,14 +134,14 @@ def passages_of(text: str, tokenizer: Any, count: int, tokens: int, name: str) -
     ]
 
 
-def news_text(package: Path) -> str:
-    """The articles, an empty line between two, from the folder that NEWS_PACKAGE is installed in. ValueError if they
-    are not those that were measured with.
-    """
-    content = (package / NEWS_FILE).read_bytes()
-    if (found := hashlib.sha256(content).hexdigest()) != NEWS_SHA256:
-        raise ValueError(f"{package / NEWS_FILE}: sha256 {found}, expected {NEWS_SHA256}")
-    return content.decode().replace("\n", "\n\n")
+def require_apart(text: str, judging: str) -> None:
+    """ValueError if a text that trains has SHARED_WORDS words in a row with one that judges."""
+    ours, theirs = ({tuple(words[i : i + SHARED_WORDS]) for i in range(len(words) - SHARED_WORDS + 1)}
+                    for words in (re.findall(r"\w+", t.lower()) for t in (text, judging)))  # fmt: skip
+    if shared := ours & theirs:
+        raise ValueError(
+            f"{len(shared)} times {SHARED_WORDS} words in a row, first {' '.join(min(shared))!r}, judge too"
+        )
 
 
 def own_text() -> str:

