@@ -73,20 +73,20 @@ RECIPE: dict[str, dict[str, Any]] = {
 nothing, since this benchmark judges.
 """
 
-OF_ANSWERS: dict[str, dict[str, Any]] = {
-    "collect_traces": {"max_new_tokens": 64},
-    "distill": {"batch_sequences": 4, "finetune_steps": 118, "on_policy_fraction": 0.75, "rollout_new_tokens": 64},
-}
-"""Of the answers alone, whatever happens in the layers."""
 BY_LAYER = {"objective": "forward_kl + bridge", "trace_objective": "forward_kl + bridge", "bridge_fraction": 1.0}
 """The hidden states of all layers and tokens too: the best mean of an ablation on our own prompts, within its noise."""
-HEADLINE: dict[str, dict[str, Any]] = {
-    **OF_ANSWERS, "distill": {**OF_ANSWERS["distill"], **BY_LAYER, "finetune_steps": 58},
+OF_ANSWERS: dict[str, dict[str, Any]] = {
+    "collect_traces": {"max_new_tokens": 64},
+    "distill": {
+        "batch_sequences": 4, "finetune_steps": 58, "on_policy_fraction": 0.75, "rollout_new_tokens": 64, **BY_LAYER,
+    },
 }  # fmt: skip
+"""Of docstrings, questions and what is answered to them."""
 OF_TEXT: dict[str, dict[str, Any]] = {
     "collect_traces": {"max_new_tokens": 8},
     "distill": {"finetune_steps": 118, "rollout_new_tokens": 16},
 }
+"""Of prose alone."""
 HALF_TERNARY: dict[str, dict[str, Any]] = {
     "collect_traces": {"max_new_tokens": 64, "temperature": 1.0, "top_p": 1.0},
     "profile_kv": {"activation_bits": 8},
@@ -107,9 +107,11 @@ ROWS: dict[str, Rounded | Peer | Trained] = {
     "w4a16_rtn": Rounded(role="weights_only", scheme={"activation_bits": 16}),
     "w4a16_gptq": Peer(method="gptq"),
     "w4a16_gptq_zero_points": Peer(method="gptq_zero_points"),
+    "w4a16_gptq_zero_points_of_encyclopedia": Peer(method="gptq_zero_points", text=ENCYCLOPEDIA),
     "w4a16_gptq_zero_points_in_domain": Peer(method="gptq_zero_points", text=IN_DOMAIN),
     "w4a16_awq": Peer(method="awq"),
     "w4a16_autoround": Peer(method="autoround"),
+    "w4a16_autoround_of_encyclopedia": Peer(method="autoround", text=ENCYCLOPEDIA),
     "w4a4_plain": Rounded(role="plain", scheme={"activation": "plain"}),
     "w4a4_hadamard": Rounded(role="rotated", scheme={"activation": "plain", "rotation": "hadamard"}),
     "w4a4_smoothquant": Rounded(role="plain", scheme={"activation": "plain"}, base="smoothquant"),
@@ -119,10 +121,10 @@ ROWS: dict[str, Rounded | Peer | Trained] = {
         role="undistilled", scheme={"zero_points": True, "exceptions": ["down_in=8"]}
     ),
     "w4a4_dual_zero_points_embedding8": Rounded(role="undistilled", scheme={"zero_points": True, "embedding_bits": 8}),
-    "w4a4_distilled": Trained(text=OWN, changes=HEADLINE),
+    "w4a4_distilled": Trained(text=ENCYCLOPEDIA, changes=OF_TEXT),
     "w4a4_distilled_of_answers": Trained(text=OWN, changes=OF_ANSWERS),
     "w4a4_distilled_in_domain": Trained(text=IN_DOMAIN, changes=OF_TEXT),
-    "w4a4_deployed": Trained(text=OWN, changes=HEADLINE, kernels=True),
+    "w4a4_deployed": Trained(text=ENCYCLOPEDIA, changes=OF_TEXT, kernels=True),
     "w279a8_off_policy": Trained(text=CHAT, changes=_with(HALF_TERNARY, on_policy_fraction=0.0)),
     "w279a8_on_policy": Trained(text=CHAT, changes=HALF_TERNARY),
 }
@@ -131,8 +133,9 @@ PROFILED = "w4a4_distilled_of_answers"
 
 ORDER = (
     "fp32", "w4a16_gptq", "w4a4_distilled_in_domain", "w4a4_distilled", "w4a4_distilled_of_answers",
-    "w4a16_gptq_zero_points", "w4a16_gptq_zero_points_in_domain", "w4a16_rtn", "w4a4_dual", "w4a4_dual_zero_points",
-    "w4a4_dual_zero_points_down8", "w4a4_dual_zero_points_embedding8", "w4a4_plain", "w4a4_hadamard",
-    "w4a4_smoothquant", "w4a4_deployed", "w4a16_autoround", "w4a16_awq", "w279a8_off_policy", "w279a8_on_policy",
+    "w4a16_gptq_zero_points", "w4a16_gptq_zero_points_of_encyclopedia", "w4a16_gptq_zero_points_in_domain",
+    "w4a16_rtn", "w4a4_dual", "w4a4_dual_zero_points", "w4a4_dual_zero_points_down8",
+    "w4a4_dual_zero_points_embedding8", "w4a4_plain", "w4a4_hadamard", "w4a4_smoothquant", "w4a4_deployed",
+    "w4a16_autoround", "w4a16_autoround_of_encyclopedia", "w4a16_awq", "w279a8_off_policy", "w279a8_on_policy",
 )  # fmt: skip
 """In which they are made: what is asked for most comes first, should the time run out."""
