@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .cpu_kernels import CodedWeight
 from .low_bit import LowBitLinear
-from .quantizers import code_range, weight_values
+from .quantizers import SMALLEST_SCALE, code_range, weight_values
 
 MARGIN = 0.05
 """Steps that a master weight stays away from the end of its cell, so that float16's rounding of a scale moves none."""
@@ -54,4 +54,4 @@ def _counted_up(coded: CodedWeight) -> tuple[Tensor, Tensor, Tensor]:
     steps_OGS = coded.codes_OI.reshape(*scale_OG.shape, -1).float() - zero_OG[..., None]
     is_below_OG = scale_OG < 0
     steps_OGS = torch.where(is_below_OG[..., None], -steps_OGS, steps_OGS)
-    return steps_OGS, scale_OG.abs(), torch.where(is_below_OG, -1 - zero_OG, zero_OG)
+    return steps_OGS, scale_OG.abs().clamp(min=SMALLEST_SCALE), torch.where(is_below_OG, -1 - zero_OG, zero_OG)

@@ -73,11 +73,12 @@ def test_without_a_weight_to_be_near_it_begins_at_the_values() -> None:
     torch.testing.assert_close(linear.rounded().detach(), values_OI, rtol=1e-3, atol=0)
 
 
-def test_a_group_of_zeros_stays_one() -> None:
+@pytest.mark.parametrize("scale", [0.5, 0.0])
+def test_a_group_of_zeros_stays_one(scale: float) -> None:
     linear = low_bit(4, has_zero_points=True)
     nn.init.zeros_(linear.weight)
     coded = CodedWeight(
-        bits=4, codes_OI=torch.zeros(24, 64, dtype=torch.int8), scale_OG=torch.full((24, 4), 0.5), zero_OG=None
+        bits=4, codes_OI=torch.zeros(24, 64, dtype=torch.int8), scale_OG=torch.full((24, 4), scale), zero_OG=None
     )
     begin_at_codes(linear, coded, near_weight=True)
     assert linear.log_clip_OG.isfinite().all()

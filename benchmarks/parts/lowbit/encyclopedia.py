@@ -1,8 +1,8 @@
 """Articles of Wikipedia as plain text, from the piece of a dump that gensim has for its own tests.
 
-    PYTHONPATH=PACKAGES python encyclopedia.py PACKAGES OUT
+    PYTHONPATH=FOLDER python encyclopedia.py FOLDER OUT
 
-PACKAGES is the folder that PACKAGES below are installed in. About a hundred articles, most of which begin with A; of
+FOLDER is where PACKAGES are installed. About a hundred articles, most of which begin with A; of
 each the paragraphs of prose, without lists, tables, notes and headings.
 """
 
@@ -46,8 +46,8 @@ def prose(wikitext: str) -> str:
 
 
 def main() -> None:
-    packages, out = map(Path, sys.argv[1:])
-    found = [prose(text) for _, text in pages(packages / DUMP) if len(text) > SHORTEST_ARTICLE]
+    folder, out = map(Path, sys.argv[1:])
+    found = [prose(text) for _, text in pages(folder / DUMP) if len(text) > SHORTEST_ARTICLE]
     out.write_text("\n\n".join(filter(None, found)), encoding="utf-8")
 
 

@@ -45,8 +45,6 @@ class Trained:
     text: str
     changes: dict[str, dict[str, Any]]
     """Stage -> field -> value, laid over RECIPE."""
-    start: str = ""
-    """Method of a Peer, whose codes for the same text it begins with."""
     kernels: bool = False
     """On low-bit kernels, so that memory and latency are measured."""
 

@@ -110,8 +110,7 @@ def run_of(shop: Workshop, name: str, *, until: str = "") -> tuple[Path, dict[st
     config = laid_over(RECIPE, row.changes, shop.recipe)
     prompts = training_prompts(shop, row.text)
     versions = {stage: import_module(f"reflux.components.{stage}.config").STAGE_VERSION for stage in config}
-    start = by_peer(shop, row.start, row.text) if row.start else {}
-    key = digest([config, prompts, versions, *([start["made_of"]] if start else [])])[:12]
+    key = digest([config, prompts, versions])[:12]
     run = shop.cache / "runs" / f"{row.text}-{key}"
     record = run / "run.json"
     had = json.loads(record.read_text()) if record.exists() else {"status": "", "artifacts": {}}
@@ -121,8 +120,7 @@ def run_of(shop: Workshop, name: str, *, until: str = "") -> tuple[Path, dict[st
         shop.process(
             [sys.executable, "-m", "reflux.pipelines", "run", "--recipe", "demo", "--config", str(changes),
              "--teacher", str(shop.base), "--student", str(shop.base), "--prompts", str(file), "--set", "labels_uri=",
-             "--store", str(shop.cache / "store"), "--data-dir", str(shop.cache), "--name", run.name,
-             *(["--start", start["path"]] if start else [])],
+             "--store", str(shop.cache / "store"), "--data-dir", str(shop.cache), "--name", run.name],
             {"MLFLOW_TRACKING_URI": "", "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
         had = json.loads(record.read_text())
