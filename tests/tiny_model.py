@@ -44,3 +44,18 @@ def save_tiny_model(folder: Path, *, layers: int = 2, seed: int = 0, head_dim: i
     torch.random.set_rng_state(state)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_untied(folder: Path, model: Path) -> Path:
+    """A copy of the model with an output head of its own: one and a half times the embedding."""
+    import shutil
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(model, folder)
+    untied = AutoModelForCausalLM.from_pretrained(folder)
+    untied.config.tie_word_embeddings = False
+    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach() * 1.5)
+    untied.save_pretrained(folder)
+    return folder

@@ -14,6 +14,7 @@ codes (N for one grid, 2 N for two).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,7 @@ def coded_rows(x_BTI: Tensor, main_scale_BT1: Tensor | None, bits: int, activati
     raise ValueError(f"activation {activation!r}: has no integer kernel, allowed are 'dual' and 'plain'")
 
 
-class CodedLinear(nn.Module):
+class CodedLinear(nn.Module, ABC):
     """A linear layer of low-bit codes. `incoming` is set by its site before each forward; None multiplies the hidden
     states as they are: the path without rounded activations.
     """
@@ -92,12 +93,13 @@ class CodedLinear(nn.Module):
         self.bias = None if bias_O is None else nn.Parameter(bias_O.detach(), requires_grad=False)
         self.incoming: CodedRows | None = None
 
+    @abstractmethod
     def of_codes(self, codes_RI: Tensor) -> Tensor:
         """[R, O] float32: activations of scale 1 times the weight."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of_values(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """[..., O] hidden states as they are times the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.incoming

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_bundle import write_tiny_bundle
+from tiny_model import save_untied
 from transformers import AutoModelForCausalLM
 
 from reflux.components.algorithms.output_head import output_head
@@ -26,12 +27,7 @@ EMBEDDING, HEAD, LINEAR = "model.embed_tokens", "lm_head", "model.layers.1.mlp.u
 @pytest.fixture(scope="module")
 def bundle(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a head of its own."""
-    base = tmp_path_factory.mktemp("base") / "model"
-    shutil.copytree(tiny_model, base)
-    untied = load_model(base)
-    untied.config.tie_word_embeddings = False
-    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach() * 1.5)
-    untied.save_pretrained(base)
+    base = save_untied(tmp_path_factory.mktemp("base") / "model", tiny_model)
     return write_tiny_bundle(base.parent / "bundle", base, embedding_bits=8)
 
 
@@ -101,13 +97,10 @@ def test_an_evaluation_multiplies_the_codes_too(bundle: Path, monkeypatch: pytes
 
 
 def test_two_tables_in_the_files_stay_two(tiny_model: Path, tmp_path: Path) -> None:
-    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
-    untied = load_model(base)
-    untied.config.tie_word_embeddings = False
-    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach() * 1.5)
-    untied.save_pretrained(base)
+    base = save_untied(tmp_path / "base", tiny_model)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     loaded = load_model(base)
     assert loaded.config.tie_word_embeddings is False
-    assert torch.equal(load_bundle(write_tiny_bundle(tmp_path / "b", base)).lm_head.weight, untied.lm_head.weight)
+    assert torch.equal(load_bundle(write_tiny_bundle(tmp_path / "b", base)).lm_head.weight, loaded.lm_head.weight)
+    assert torch.equal(loaded.lm_head.weight, 1.5 * loaded.model.embed_tokens.weight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_bundle import write_tiny_bundle
+from tiny_model import save_untied
 from transformers import AutoModelForCausalLM
 
 from reflux.components.algorithms.cpu_kernels import CodedLinear, Int4Linear, IntegerLinear
@@ -137,13 +137,9 @@ def test_zero_points_are_told_in_every_file(bundles: dict[str, Path]) -> None:
 
 
 def test_a_head_of_its_own_travels_and_a_tied_one_is_not_stored(tiny_model: Path, tmp_path: Path) -> None:
-    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
-    untied = load_model(base)
-    untied.config.tie_word_embeddings = False
-    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach() * 1.5)
-    untied.save_pretrained(base)
+    base = save_untied(tmp_path / "base", tiny_model)
     folder = write_tiny_bundle(tmp_path / "bundle", base, zero_points=True)
-    assert torch.equal(load_bundle(folder).lm_head.weight, untied.lm_head.weight)
+    assert torch.equal(load_bundle(folder).lm_head.weight, load_model(base).lm_head.weight)
     assert torch.equal(logprobs(from_pretrained(folder, "simulated")), logprobs(load_bundle(folder)))
     tied = load_file(write_tiny_bundle(tmp_path / "tied", tiny_model) / "model.safetensors")
     assert "lm_head.weight" not in tied
