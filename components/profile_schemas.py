@@ -52,6 +52,15 @@ LAYERS = pa.schema(
     ]
 )
 
+EQUALIZATION = pa.schema(
+    [
+        column("site", pa.string(), "input of a group of linear layers, e.g. layers.3.mlp_in"),
+        column("rms", _list(pa.float32()), "root mean square of each channel as the model came"),
+        column("scale", _list(pa.float32()), "what each channel is divided by, and the weights that read it times"),
+    ]
+)
+"""Only where profile_kv.equalization_power is not 0. Of values that several heads read, a scale for all of them."""
+
 KV_COST = pa.schema(
     [
         TRACE_ID,

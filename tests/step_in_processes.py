@@ -20,6 +20,7 @@ from reflux.components.distill.objective import DistillationLoss
 from reflux.components.distill.start import find_start
 from reflux.components.distill.student import make_student, scheme_of
 from reflux.components.distill.trainer import Trainer
+from reflux.components.equalized import equalized
 
 MODES: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -37,7 +38,7 @@ def trainer_of(chain: tiny_chain.Chain, **options: Any) -> Trainer:
     tokenizer = models.load_tokenizer(chain.model)
     start = find_start(Path(config.start_uri), scheme_of(config)) if config.start_uri else None
     policy = start.policy() if start else policy_table.decode(chain.profile.file("policy_table.bin"))
-    student = make_student(config, models.load_model(chain.model), policy, start)
+    student = make_student(config, equalized(models.load_model(chain.model), chain.profile), policy, start)
     loss = DistillationLoss(student, models.load_model(chain.model), tokenizer, config)
     if config.parallelism == "fsdp2" and processes.count() > 1:
         parallel.shard(student)

@@ -54,7 +54,7 @@ class Chain:
         return writer.commit(distill.run(config, **parents, student=writer))
 
 
-def make(folder: Path, model: Path, **collecting: Any) -> Chain:
+def make(folder: Path, model: Path, *, equalization_power: float = 0.0, **collecting: Any) -> Chain:
     """The first three stages; `collecting` are options of collect_traces."""
     prompts, labels_file = folder / "prompts.jsonl", folder / "labels.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
@@ -63,7 +63,9 @@ def make(folder: Path, model: Path, **collecting: Any) -> Chain:
     collect = CollectTracesConfig(teacher=str(model), prompts_uri=str(prompts), max_new_tokens=16, **collecting)
     writer = writer_for(folder, "collect_traces", collect)
     traces = writer.commit(collect_traces.run(collect, traces=writer))
-    profiling = ProfileKvConfig(student_uri=str(model), cost_traces=1, cost_tokens=2)
+    profiling = ProfileKvConfig(
+        student_uri=str(model), cost_traces=1, cost_tokens=2, equalization_power=equalization_power
+    )
     writer = writer_for(folder, "profile_kv", profiling, traces=traces)
     profile = writer.commit(profile_kv.run(profiling, traces=traces, profile=writer))
     ingest = IngestLabelsConfig(labels_uri=str(labels_file))

@@ -25,17 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .same_function import same_function
+
 NO_ROTATION = "none"
 ROTATIONS = (NO_ROTATION, "hadamard")
 
 SEED = 0
 """Of the signs: equal models get equal rotations."""
-CHECKED_TOKENS = 8
-PARTS = (
-    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
-"""Of a decoder layer, which are turned."""
 
 
 def check_rotation(name: str) -> None:
@@ -84,37 +80,33 @@ def in_common_basis(model: Any, hidden: Tensor) -> Tensor:
 def rotate(model: Any) -> None:
     """Turn the weights of a causal language model in place, computed in float64; `turn_down_inputs` has to follow.
 
-    ValueError, and an unchanged model, if it lacks parts that are turned or a weight is not finite; ValueError if it
-    computes something else afterwards: then it is built in a way that is not known here.
+    ValueError as in `same_function`.
     """
-    _require_parts(model)
-    for name, p in model.named_parameters():
-        if not p.isfinite().all():
-            raise ValueError(f"{name}: is not finite everywhere, and turned it would spoil more channels than its own")
-    before = _probed(model)
-    _untie(model)
-    decoder = model.model
-    _set(decoder.embed_tokens.weight, turned(_of(decoder.embed_tokens.weight)))
-    for layer in decoder.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        _fold_norm(layer.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj])
-        _fold_norm(layer.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj])
-        _turn_heads(attention)
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
-            _set(linear.weight, turned(_of(linear.weight)))
-        _set(mlp.down_proj.weight, walsh_hadamard(_of(mlp.down_proj.weight)))
-        for linear in (attention.o_proj, mlp.down_proj):
-            _set(linear.weight, turned(_of(linear.weight).t()).t())
-            if linear.bias is not None:
-                _set(linear.bias, turned(_of(linear.bias)))
-    _fold_norm(decoder.norm, [model.lm_head])
-    _set(model.lm_head.weight, turned(_of(model.lm_head.weight)))
-    handles = turn_down_inputs(model, decoder.layers)
-    after = _probed(model)
+    with same_function(model, "rotate"):
+        _untie(model)
+        decoder = model.model
+        _set(decoder.embed_tokens.weight, turned(_of(decoder.embed_tokens.weight)))
+        for layer in decoder.layers:
+            _rotate_layer(layer)
+        _fold_norm(decoder.norm, [model.lm_head])
+        _set(model.lm_head.weight, turned(_of(model.lm_head.weight)))
+        handles = turn_down_inputs(model, decoder.layers)
     for handle in handles:
         handle.remove()
-    if not torch.allclose(before, after, rtol=1e-2, atol=1e-2):
-        raise ValueError(f"{type(model).__name__}: computes something else once it is rotated, reflux cannot rotate it")
+
+
+def _rotate_layer(layer: Any) -> None:
+    attention, mlp = layer.self_attn, layer.mlp
+    _fold_norm(layer.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj])
+    _fold_norm(layer.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj])
+    _turn_heads(attention)
+    for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+        _set(linear.weight, turned(_of(linear.weight)))
+    _set(mlp.down_proj.weight, walsh_hadamard(_of(mlp.down_proj.weight)))
+    for linear in (attention.o_proj, mlp.down_proj):
+        _set(linear.weight, turned(_of(linear.weight).t()).t())
+        if linear.bias is not None:
+            _set(linear.bias, turned(_of(linear.bias)))
 
 
 def turn_down_inputs(model: Any, layers: Iterable[Any]) -> list[Any]:
@@ -123,15 +115,6 @@ def turn_down_inputs(model: Any, layers: Iterable[Any]) -> list[Any]:
     """
     model.is_rotated = True
     return [layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: walsh_hadamard(args[0])) for layer in layers]
-
-
-def _require_parts(model: Any) -> None:
-    for layer in model.model.layers:
-        for part in PARTS:
-            try:
-                layer.get_submodule(part)
-            except AttributeError:
-                raise ValueError(f"{type(model).__name__}: has no {part}, reflux cannot rotate it") from None
 
 
 def _fold_norm(norm: Any, readers: list[Any]) -> None:
@@ -156,12 +139,6 @@ def _untie(model: Any) -> None:
         weight = model.lm_head.weight
         model.lm_head.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
         model.config.tie_word_embeddings = False
-
-
-def _probed(model: Any) -> Tensor:
-    """[T, V] logits of a few tokens."""
-    position_BT = torch.arange(CHECKED_TOKENS, device=model.lm_head.weight.device)[None]
-    return model(input_ids=position_BT + 1, position_ids=position_BT, use_cache=False).logits[0]
 
 
 def _of(parameter: Tensor) -> Tensor:

@@ -39,8 +39,13 @@ class PackedStart:
 
         Where norms are the student's own, so are the master weights as far as the codes allow; a method that has moved
         norms (AWQ) has scaled weights too, which then begin at the values of their codes. ValueError if the checkpoint
-        is of another model.
+        is of another model, or `model` was equalised.
         """
+        if getattr(model, "is_equalized", False):
+            raise ValueError(
+                f"start_uri {self.folder}: its weights are not rescaled as the profile's are; take "
+                "profile_kv.equalization_power=0"
+            )
         with _opened(self.folder) as tensors:
             low_bit = {name: m for name, m in model.named_modules() if isinstance(m, LowBitLinear)}
             stems = {name.removesuffix(PACKED) for name in tensors if name.endswith(PACKED)}

@@ -2,7 +2,7 @@
 configuration. Nothing in it executes on load.
 
     sequences.safetensors   the teacher's stored distributions, "<number>.teacher.<field>"
-    weights.safetensors     every trained parameter before the step; with adapters on an earlier training, all of them
+    weights.safetensors     every trained parameter before the step; with adapters on weights that no source has, all
     policy_table.bin        the position table's sites and scales, where there is one
     replay.json             the rest of each sequence, the step, its message and share of the teacher, configuration and
                             versions
@@ -69,8 +69,9 @@ def keep(student: Writer, trainer: Trainer, error: NotFiniteError, folder: Path)
     with parallel.whole(trainer.student):
         if processes.is_first():
             named = dict(trainer.student.named_parameters())
-            starts = trainer.config.start_uri and trainer.config.lora_rank  # then they stand on neither source
-            weights = {name: named[name].detach().contiguous() for name in (named if starts else trainer.trained())}
+            moved = trainer.config.start_uri or getattr(trainer.student, "is_equalized", False)
+            needed = named if moved and trainer.config.lora_rank else trainer.trained()  # adapters stand on no source
+            weights = {name: named[name].detach().contiguous() for name in needed}
             save_file(tensors, folder / "sequences.safetensors")
             save_file(weights, folder / "weights.safetensors")
             (folder / "replay.json").write_text(json.dumps(record))

@@ -17,6 +17,7 @@ from reflux.components.algorithms.policies import PositionTable
 from reflux.components.algorithms.schedules import Phase, capped, phase_at
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundles import latent, policy_table
+from reflux.components.equalized import equalized
 
 from . import parallel, warm_policy
 from .adapters import latent_weights
@@ -58,7 +59,8 @@ def run(
     if needs_table:
         policy = profiled(profile, scheme_of(config), config.k_norm_power)
     device = device_of(config)
-    model = make_student(config, models.load_model(student_path), policy, start).to(device)
+    base = equalized(models.load_model(student_path), profile)
+    model = make_student(config, base, policy, start).to(device)
     teacher = models.load_model(student.source("teacher")).to(device)
     loss = DistillationLoss(model, teacher, tokenizer, config, models.compute_dtype(config.compute_dtype, device.type))
     if config.parallelism == "fsdp2" and processes.count() > 1:

@@ -60,24 +60,25 @@ def candidates(
     bundle: Path,
     scheme: Scheme,
     policy: PositionTable,
+    begun: Callable[[], Any],
     rotated: bool = False,
 ) -> list[Candidate]:
-    """In the order of the table. `scheme` is the bundle's; `policy` is the table from before training.
+    """In the order of the table. `scheme` is the bundle's; `policy` is the table from before training, and `begun`
+    loads what was trained, as it stood then: `student`, or its equalised form.
 
     `teacher` is None when it is the student's base; otherwise it comes first, with a row of its own. A baseline that
     the bundle's scheme already is (weights only, plain) is left out.
     """
 
-    def baseline(role: str, scheme: Scheme) -> Candidate:
+    load_student = partial(load_model, student)
+
+    def baseline(role: str, scheme: Scheme, load: Callable[[], Any] = load_student) -> Candidate:
         table = policy if scheme.needs_policy else None
         return Candidate(
-            name=scheme_name(scheme),
-            role=role,
-            scheme=scheme,
-            load=lambda: apply_scheme(load_model(student), scheme, table),
+            name=scheme_name(scheme), role=role, scheme=scheme, load=lambda: apply_scheme(load(), scheme, table)
         )
 
-    full = Candidate(name="fp32", role="full", scheme=UNQUANTISED, load=partial(load_model, student))
+    full = Candidate(name="fp32", role="full", scheme=UNQUANTISED, load=load_student)
     baselines = [baseline("weights_only", scheme.weights_only())]
     if scheme.quantizes_activations:
         baselines.append(baseline("plain", replace(scheme, activation="plain")))
@@ -88,7 +89,7 @@ def candidates(
         *(replace(full, name="teacher", role="teacher", load=partial(load_model, path)) for path in others),
         full,
         *(candidate for candidate in baselines if candidate.scheme not in (scheme, UNQUANTISED)),
-        baseline("undistilled", scheme),
+        baseline("undistilled", scheme, begun),
         Candidate(
             name=f"w{scheme.weight_bits}a{scheme.activation_bits}_distilled",
             role="distilled",

@@ -14,7 +14,8 @@ from reflux.components.algorithms.low_bit import profiled_table
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundles import policy_table
 from reflux.components.bundles.bundle import read_scheme
-from reflux.components.models import context_length, load_tokenizer, require_same_tokenizer
+from reflux.components.equalized import equalized
+from reflux.components.models import context_length, load_model, load_tokenizer, require_same_tokenizer
 from reflux.components.schemas import GENERATIONS, LATENCIES, LAYER_ERRORS, POSITION_ERRORS, SCORES, TRACE_SCORES
 
 from . import report
@@ -55,6 +56,7 @@ def run(
             bundle=folder,
             scheme=scheme,
             policy=profiled_table(profiled, scheme, int(profile.config["activation_bits"])),
+            begun=lambda: equalized(load_model(base_path), profile),
             rotated=config.rotated_baseline,
         )
         if config.low_bit_kernels:

@@ -30,6 +30,11 @@ class ProfileKvConfig:
     """Rows of the position table for each doubling of the position. More follow scales more closely that fall with the
     position, and rest on fewer tokens each.
     """
+    equalization_power: float = later(0.0)
+    """Before it is profiled, and in distill before it is trained, each channel of the model's activations is divided by
+    (its root mean square / norm of the weights that read it)^equalization_power, and these weights are multiplied by
+    it: in full precision it computes what it did, in few bits more exactly. 0.5 has the least noise, 0 leaves it.
+    """
     sample_tokens: int = 64
     """Tokens per site and position bucket on which candidate scales are tried; the whole bucket if smaller."""
     cost_traces: int = 4
@@ -63,6 +68,8 @@ class ProfileKvConfig:
                 raise ValueError(f"profile_kv.{name} {getattr(self, name)}: must not be negative")
         if not 2 <= self.activation_bits <= 8:
             raise ValueError(f"profile_kv.activation_bits {self.activation_bits}: must be 2 to 8")
+        if not 0 <= self.equalization_power <= 1:
+            raise ValueError(f"profile_kv.equalization_power {self.equalization_power}: must be in [0, 1]")
         check_choices(self)
         given = self.power_coefficients
         if given and (len(given) != 3 or min(given) < 0 or abs(sum(given) - 1) > 1e-6):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -11,26 +10,25 @@ import torch
 
 from reflux.components import models, profile_schemas, progress
 from reflux.components.algorithms.low_bit import decoder_layers, site_modules, watching_sites
-from reflux.components.algorithms.not_finite import require_finite
 from reflux.components.algorithms.policies import knots_of
 from reflux.components.algorithms.slot_cache import cache_argument
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundles import policy_table
-from reflux.components.sequences import batched, padded
 
 from . import page, plots
 from .activations import ActivationWatch, activation_rows, position_table
 from .config import ProfileKvConfig
 from .cost_tables import bucket_rows, cost_metrics, cost_rows, overhead_rows
 from .decode_cost import DecodeCost, decode_cost
+from .equalizing import equalize_channels
 from .k_norms import KNorms
 from .layers import bimodal_share, layer_rows
 from .power_choice import choose, chosen_of
 from .power_features import PowerWatch
 from .power_profiles import PROFILES, token_classes
 from .power_tables import coefficient_rows, feature_rows, power_data, power_metrics, power_rows, window_rows
+from .readings import Rows, readings, token_ids
 
-Rows = list[dict[str, Any]]
 COLUMNS = ["trace_id", "split", "prompt_token_ids", "response_token_ids", "entropy_nats", "anchor_spans"]
 MEASURED = (
     "kv_cost", "kv_cost_buckets", "profiler_overhead", "power", "power_windows", "power_coefficients",
@@ -46,6 +44,9 @@ def run(config: ProfileKvConfig, *, traces: Artifact, profile: Writer) -> dict[s
     path = profile.source("student_uri")
     tokenizer, model = models.load_tokenizer(path), models.load_model(path)
 
+    if config.equalization_power:
+        scaled = equalize_channels(model, tokenizer, rows, config)
+        profile.write_table("equalization", scaled, profile_schemas.EQUALIZATION)
     watch, norms, features = _forwards(model, tokenizer, rows, config)
     policy = position_table(watch, list(site_modules(model)), config.activation_bits)
     tables = {"activations": activation_rows(watch, policy, config.activation_bits), "k_norms": norms.rows()}
@@ -59,7 +60,7 @@ def run(config: ProfileKvConfig, *, traces: Artifact, profile: Writer) -> dict[s
     metrics |= cost_metrics(costs)
     if costs:
         classes = [
-            token_classes([tokenizer.decode([token]) for token in _token_ids(row)], row["anchor_spans"]) for row in rows
+            token_classes([tokenizer.decode([token]) for token in token_ids(row)], row["anchor_spans"]) for row in rows
         ]
         data = power_data(rows, features, classes, costs, tables["kv_cost_buckets"], config.power_first_token)
         candidates = choose(data, PROFILES[config.power_profile], config.power_coefficients)
@@ -80,21 +81,18 @@ def _forwards(
     model: Any, tokenizer: Any, rows: Rows, config: ProfileKvConfig
 ) -> tuple[ActivationWatch, KNorms, list[torch.Tensor]]:
     """Read every sequence once; the last are each one's [N, 2] features of compute power."""
-    sequences = [_token_ids(row) for row in rows]
-    names = [f"trace {row['trace_id']}" for row in rows]
-    watch = ActivationWatch(config.sample_tokens, len(sequences), config.seed, knots_of(config.knots_per_doubling))
-    norms = KNorms(len(decoder_layers(model)), max(map(len, sequences)))
-    power_watch, features = PowerWatch(model, config.power_attention_layers), []
+    lengths = [len(token_ids(row)) for row in rows]
+    watch = ActivationWatch(config.sample_tokens, len(rows), config.seed, knots_of(config.knots_per_doubling))
+    norms = KNorms(len(decoder_layers(model)), max(lengths))
+    power_watch = PowerWatch(model, config.power_attention_layers)
+    features: list[torch.Tensor] = []
     with torch.no_grad(), watching_sites(model, watch.see), power_watch.watching():
-        for done, batch in enumerate(batched(sequences, config.batch_traces)):
-            input_BT, mask_BT, position_BT = padded(batch, tokenizer.pad_token_id or 0)
-            watch.begin(mask_BT)
-            forward = partial(model.model, input_BT, attention_mask=mask_BT, position_ids=position_BT, use_cache=True)
-            output, own = forward(), names[done * config.batch_traces :][: len(batch)]
-            require_finite(output.last_hidden_state[mask_BT.bool()], "profile_kv", own, model, forward, mask_BT)
-            norms.update(getattr(output, cache_argument(model)), mask_BT)
-            features += [of_T2[: len(ids)] for of_T2, ids in zip(power_watch.features(), batch, strict=True)]
-            progress.report(min((done + 1) * config.batch_traces, len(sequences)), len(sequences), "traces")
+        for reading in readings(model, tokenizer, rows, config.batch_traces, "traces"):
+            watch.begin(reading.mask_BT)
+            output = reading.output()
+            norms.update(getattr(output, cache_argument(model)), reading.mask_BT)
+            own = zip(power_watch.features(), lengths[len(features) :], strict=False)
+            features += [of_T2[:length] for of_T2, length in own]
     return watch, norms, features
 
 
@@ -122,10 +120,6 @@ def _costs(model: Any, rows: Rows, config: ProfileKvConfig) -> list[DecodeCost]:
     return costs
 
 
-def _token_ids(row: dict[str, Any]) -> list[int]:
-    return row["prompt_token_ids"] + row["response_token_ids"]
-
-
 def template_share(rows: Rows) -> float:
     """Share of the profiled tokens that every prompt has in common, at its beginning or end: the chat template's. 0 for
     fewer than two prompts.
@@ -135,7 +129,7 @@ def template_share(rows: Rows) -> float:
         return 0.0
     first = _in_common(prompts)
     last = _in_common([prompt[first:][::-1] for prompt in prompts])
-    return (first + last) * len(rows) / sum(len(_token_ids(row)) for row in rows)
+    return (first + last) * len(rows) / sum(len(token_ids(row)) for row in rows)
 
 
 def _in_common(prompts: Collection[tuple[int, ...]]) -> int:
@@ -177,7 +171,7 @@ def _write_page(profile: Writer, tables: dict[str, Rows], metrics: dict[str, flo
         figures["power"] = plots.power_of_a_trace(
             tables["power"][0]["power"], config.power_first_token, len(rows[0]["prompt_token_ids"])
         )
-    tokens = sum(len(_token_ids(row)) for row in rows)
+    tokens = sum(len(token_ids(row)) for row in rows)
     text = page.render(figures, metrics, traces=len(rows), tokens=tokens)
     profile.write_file("profile.html", text.encode(), measured=True)
     for name, svg in page.figure_files(figures).items():

@@ -22,6 +22,7 @@ from reflux.components.distill.config import STAGE_VERSION, DistillConfig
 from reflux.components.distill.stage import profiled
 from reflux.components.distill.start import find_start
 from reflux.components.distill.student import make_student, scheme_of
+from reflux.components.equalized import equalized
 from reflux.components.sources import Source
 from reflux.components.storage import Store
 from reflux.pipelines.doctor.finding import NothingToSeeError
@@ -154,6 +155,7 @@ def _stopped(evidence: Evidence, store: Store, folder: Path) -> Evidence:
 def student_of(evidence: Evidence) -> Any:
     """The student as training left it, under its scheme; as it was before where no step is known. In eval mode."""
     table = evidence.table if evidence.table is not None else evidence.profiled
-    model = make_student(evidence.config, models.load_model(evidence.given["student_uri"].path), table)
+    base = equalized(models.load_model(evidence.given["student_uri"].path), evidence.artifact("profile_kv"))
+    model = make_student(evidence.config, base, table)
     model.load_state_dict(evidence.weights, strict=False)
     return model.eval().requires_grad_(False)

@@ -82,9 +82,10 @@ OF_ANSWERS: dict[str, dict[str, Any]] = {
 """Of docstrings, questions and what is answered to them."""
 OF_TEXT: dict[str, dict[str, Any]] = {
     "collect_traces": {"max_new_tokens": 8},
-    "distill": {"finetune_steps": 118, "rollout_new_tokens": 16},
+    "profile_kv": {"equalization_power": 0.5},
+    "distill": {"finetune_steps": 118, "finetune_student_lr": 1e-4, "rollout_new_tokens": 16},
 }
-"""Of prose alone."""
+"""Of prose alone, with equalised channels, which want half the rate."""
 HALF_TERNARY: dict[str, dict[str, Any]] = {
     "collect_traces": {"max_new_tokens": 64, "temperature": 1.0, "top_p": 1.0},
     "profile_kv": {"activation_bits": 8},

@@ -43,6 +43,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "w4a4 down at 8": {"exceptions": ["down_proj=8", "down_in=8", "layers.1.*.q_proj=16"]},
 }
 # fmt: on
+EQUALIZED = "w4a4 with equalised channels"
 SMALL = {"windows": 2, "window_tokens": 80, "generations": 1, "generation_tokens": 2, "latency_tokens": 20}
 
 
@@ -52,9 +53,11 @@ def chain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", [*SCHEMES, EQUALIZED])
 def test_a_scheme_goes_its_whole_way(name: str, chain: Chain, tmp_path: Path) -> None:
-    options = SCHEMES[name]
+    options = SCHEMES.get(name, {})
+    if name == EQUALIZED:
+        chain = tiny_chain.make(tmp_path, chain.model, equalization_power=0.5)
     student = chain.distilled(max_steps=2, on_policy_fraction=0.0, group_size=32, **options)
     model = str(chain.model)
     parents = {"student": student, "profile": chain.profile, "traces": chain.traces}
