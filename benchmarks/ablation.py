@@ -22,8 +22,6 @@ from parts.ablation.judging import MEASURES, differences, judged, named
 from parts.ablation.setting import Setting, prepared, trainer_at_start
 from parts.demo import MODEL
 
-from reflux.components import models
-from reflux.components.bundles import policy_table
 from reflux.components.distill import stage as distill
 from reflux.components.distill.config import DistillConfig
 from reflux.components.distill.student import make_student
@@ -74,7 +72,7 @@ def trainer_of(setting: Setting, fraction: float, seed: int, given: argparse.Nam
         finetune_policy_lr=5e-3, rise_steps=1, weight_clip_lr=5e-3, ema_decay=0.0, export="last", validation_traces=0,
         micro_batch_sequences=2, compute_dtype="auto", rollout_batch=16, rollout_new_tokens=given.answer_tokens,
     )  # fmt: skip
-    student = make_student(config, models.load_model(setting.path), policy_table.decode(setting.table))
+    student = make_student(config, setting.student(), setting.table())
     return trainer_at_start(setting, config, distill.schedule(config, has_policy=True), student)
 
 

@@ -34,7 +34,7 @@ from parts.demo import MODEL
 from parts.lowbit.measure import MEASUREMENT, NEEDS, PARTS
 from parts.lowbit.rows import ENCYCLOPEDIA, IN_DOMAIN, ORDER, OWN, ROWS
 from parts.lowbit.texts import PUBLIC, heldout_prompts, judging_text, problems, with_open_template
-from parts.lowbit.workshop import FOLDER, UnableError, Workshop, digest, kept, reader, subject
+from parts.lowbit.workshop import FOLDER, PLACES, UnableError, Workshop, digest, kept, reader, subject
 from parts.paired import paired_difference
 
 from reflux.components import models
@@ -115,7 +115,8 @@ def add(shop: Workshop, judged: dict[str, Any], found: Found, name: str, part: s
         known = {**judged, **taught(shop, judged)}
         spec = {"measurement": MEASUREMENT, "base": known["base"], "name": name, "part": part}
         spec |= {"subject": subject(shop, name), **{what: known[what] for what in NEEDS[part]}}
-        file, key = shop.cache / "rows" / f"{name}.{part}.json", digest(spec)
+        identity = {what: value for what, value in spec["subject"].items() if what not in PLACES}
+        file, key = shop.cache / "rows" / f"{name}.{part}.json", digest({**spec, "subject": identity})
         had = file.exists()
         measurement = kept(file, key, lambda: measured(shop, spec))
         if part == "times" and had:

@@ -22,8 +22,6 @@ from parts.ablation.judging import differences, judged, named
 from parts.ablation.setting import Setting, prepared, trainer_at_start
 from parts.demo import MODEL
 
-from reflux.components import models
-from reflux.components.bundles import policy_table
 from reflux.components.distill import stage as distill
 from reflux.components.distill.config import DistillConfig
 from reflux.components.distill.student import make_student, scheme_of
@@ -36,6 +34,8 @@ BASE: dict[str, Any] = {
     "finetune_student_lr": 3e-4, "rise_steps": 1, "weight_clip_lr": 5e-3, "ema_decay": 0.0, "export": "last",
     "validation_traces": 0, "micro_batch_sequences": 2, "compute_dtype": "auto", "rollout_batch": 16,
 }  # fmt: skip
+POWER = "equalization_power"
+"""The one field of an arm that is profile_kv's."""
 ARMS: dict[str, list[dict[str, Any]]] = {
     "all parts": [{}],
     "without the bridge": [{"objective": "forward_kl"}],
@@ -53,6 +53,7 @@ ARMS: dict[str, list[dict[str, Any]]] = {
     "off-policy, then on-policy": [
         {"on_policy_fraction": 0.0}, {"on_policy_fraction": 1.0, "warmup_steps": 0, "joint_steps": 0}
     ],
+    "with equalised channels": [{POWER: 0.5}],
     "with a verifier": [
         {"objective": "verifier + reverse_kl", "rollout_temperature": 0.7, "off_distribution": "renormalise"}
     ],
@@ -71,7 +72,7 @@ def main() -> None:
     given = options.parse_args()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="reflux-ablation-") as folder:
-        setting = prepared(Path(folder), given)
+        setting = prepared(Path(folder), given, powers=(0.0, 0.5))
         measured, watched = {}, {}
         for arm in given.arms:
             runs = [run(setting, ARMS[arm], seed, given) for seed in range(given.seeds)]
@@ -97,14 +98,16 @@ def fresh(
     setting: Setting, options: dict[str, Any], seed: int, given: argparse.Namespace, student: Any
 ) -> tuple[Trainer, int]:
     """A trainer at its first step, of a student that is there or of a new one, and its steps."""
+    options = dict(options)
+    power = options.pop(POWER, 0.0)
     config = DistillConfig(
         teacher=given.model, student_uri=given.model, seed=seed, max_sequence_tokens=setting.longest,
         rollout_new_tokens=given.answer_tokens, **options,
     )  # fmt: skip
     needs_policy = scheme_of(config).needs_policy
     if student is None:
-        table = policy_table.decode(setting.table) if needs_policy else None
-        student = make_student(config, models.load_model(setting.path), table)
+        table = setting.table(power) if needs_policy else None
+        student = make_student(config, setting.student(power), table)
     trainer = trainer_at_start(setting, config, distill.steps_of(config, has_policy=needs_policy), student)
     return trainer, trainer.total
 

@@ -102,7 +102,12 @@ def demo() -> Recipe:
     return Recipe(
         collect_traces=CollectTracesConfig(teacher=teacher, prompts_uri=prompts, max_new_tokens=64),
         profile_kv=ProfileKvConfig(
-            student_uri=student, profiled_traces=16, cost_traces=2, cost_tokens=16, cost_rounds=2
+            student_uri=student,
+            profiled_traces=16,
+            cost_traces=2,
+            cost_tokens=16,
+            cost_rounds=2,
+            equalization_power=0.5,
         ),
         ingest_labels=IngestLabelsConfig(labels_uri=labels),
         distill=DistillConfig(

@@ -22,6 +22,8 @@ class Rounded:
     scheme: dict[str, Any]
     base: str = ""
     """Another model than the one in full precision: what a peer's method makes of it."""
+    equalized: bool = False
+    """Whether its channels are equalised first."""
 
     @property
     def needs_table(self) -> bool:
@@ -55,7 +57,9 @@ class Trained:
 
 RECIPE: dict[str, dict[str, Any]] = {
     "collect_traces": {"heldout_fraction": 0.1},
-    "profile_kv": {"profiled_traces": 24, "max_sequence_tokens": 512, "cost_traces": 0},
+    "profile_kv": {
+        "profiled_traces": 24, "max_sequence_tokens": 512, "cost_traces": 0, "equalization_power": 0.0,
+    },
     "distill": {
         "warmup_steps": 2, "joint_steps": 0, "finetune_student_lr": 2e-4, "batch_sequences": 2,
         "max_sequence_tokens": 512, "on_policy_fraction": 1.0, "rollout_temperature": 1.0, "rollout_top_p": 1.0,
@@ -82,13 +86,12 @@ OF_ANSWERS: dict[str, dict[str, Any]] = {
 """Of docstrings, questions and what is answered to them."""
 OF_TEXT: dict[str, dict[str, Any]] = {
     "collect_traces": {"max_new_tokens": 8},
-    "profile_kv": {"equalization_power": 0.5},
-    "distill": {"finetune_steps": 118, "finetune_student_lr": 1e-4, "rollout_new_tokens": 16},
+    "distill": {"finetune_steps": 118, "rollout_new_tokens": 16},
 }
-"""Of prose alone, with equalised channels, which want half the rate."""
+"""Of prose alone."""
 HALF_TERNARY: dict[str, dict[str, Any]] = {
     "collect_traces": {"max_new_tokens": 64, "temperature": 1.0, "top_p": 1.0},
-    "profile_kv": {"activation_bits": 8},
+    "profile_kv": {"activation_bits": 8, "equalization_power": 0.5},
     "distill": {
         "exceptions": ["layers.*[02468].*_proj=ternary"], "activation_bits": 8,
         "weight_zero_points": False, "batch_sequences": 8, "finetune_steps": 38, "score_prompts": False,
@@ -99,6 +102,10 @@ HALF_TERNARY: dict[str, dict[str, Any]] = {
 
 def _with(changes: dict[str, dict[str, Any]], **distill: Any) -> dict[str, dict[str, Any]]:
     return {**changes, "distill": {**changes["distill"], **distill}}
+
+
+EQUALIZED = {**_with(OF_TEXT, finetune_student_lr=1e-4), "profile_kv": {"equalization_power": 0.5}}
+"""Of prose, with equalised channels. These begin so near that half the rate does better on its training text."""
 
 
 ROWS: dict[str, Rounded | Peer | Trained] = {
@@ -120,21 +127,28 @@ ROWS: dict[str, Rounded | Peer | Trained] = {
         role="undistilled", scheme={"zero_points": True, "exceptions": ["down_in=8"]}
     ),
     "w4a4_dual_zero_points_embedding8": Rounded(role="undistilled", scheme={"zero_points": True, "embedding_bits": 8}),
-    "w4a4_distilled": Trained(text=ENCYCLOPEDIA, changes=OF_TEXT),
+    "w4a16_equalized": Rounded(
+        role="weights_only", scheme={"activation_bits": 16, "zero_points": True}, equalized=True
+    ),
+    "w4a4_plain_equalized": Rounded(role="plain", scheme={"activation": "plain", "zero_points": True}, equalized=True),
+    "w4a4_dual_equalized": Rounded(role="undistilled", scheme={"zero_points": True}, equalized=True),
+    "w4a4_distilled": Trained(text=ENCYCLOPEDIA, changes=EQUALIZED),
+    "w4a4_distilled_unequalized": Trained(text=ENCYCLOPEDIA, changes=OF_TEXT),
     "w4a4_distilled_of_answers": Trained(text=OWN, changes=OF_ANSWERS),
-    "w4a4_distilled_in_domain": Trained(text=IN_DOMAIN, changes=OF_TEXT),
-    "w4a4_deployed": Trained(text=ENCYCLOPEDIA, changes=OF_TEXT, kernels=True),
+    "w4a4_distilled_in_domain": Trained(text=IN_DOMAIN, changes=EQUALIZED),
+    "w4a4_deployed": Trained(text=ENCYCLOPEDIA, changes=EQUALIZED, kernels=True),
     "w279a8_off_policy": Trained(text=CHAT, changes=_with(HALF_TERNARY, on_policy_fraction=0.0)),
     "w279a8_on_policy": Trained(text=CHAT, changes=HALF_TERNARY),
 }
-PROFILED = "w4a4_distilled_of_answers"
-"""Row whose run has the position table that untrained dual-scale rows begin with."""
+PROFILED = {False: "w4a4_distilled_of_answers", True: "w4a4_distilled"}
+"""Whether a row is equalised -> the row whose run has the profile that untrained ones begin with."""
 
 ORDER = (
-    "fp32", "w4a16_gptq", "w4a4_distilled_in_domain", "w4a4_distilled", "w4a4_distilled_of_answers",
-    "w4a16_gptq_zero_points", "w4a16_gptq_zero_points_of_encyclopedia", "w4a16_gptq_zero_points_in_domain",
-    "w4a16_rtn", "w4a4_dual", "w4a4_dual_zero_points", "w4a4_dual_zero_points_down8",
-    "w4a4_dual_zero_points_embedding8", "w4a4_plain", "w4a4_hadamard", "w4a4_smoothquant", "w4a4_deployed",
-    "w4a16_autoround", "w4a16_autoround_of_encyclopedia", "w4a16_awq", "w279a8_off_policy", "w279a8_on_policy",
+    "fp32", "w4a16_gptq", "w4a4_distilled", "w4a4_distilled_in_domain", "w4a16_equalized", "w4a4_dual_equalized",
+    "w4a4_plain_equalized", "w4a16_gptq_zero_points", "w4a16_gptq_zero_points_of_encyclopedia",
+    "w4a16_gptq_zero_points_in_domain", "w4a16_rtn", "w4a4_distilled_of_answers", "w4a4_dual",
+    "w4a4_dual_zero_points", "w4a4_dual_zero_points_down8", "w4a4_dual_zero_points_embedding8", "w4a4_plain",
+    "w4a4_hadamard", "w4a4_smoothquant", "w4a4_deployed", "w4a16_autoround", "w4a16_autoround_of_encyclopedia",
+    "w4a16_awq", "w279a8_off_policy", "w279a8_on_policy", "w4a4_distilled_unequalized",
 )  # fmt: skip
 """In which they are made: what is asked for most comes first, should the time run out."""

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from reflux.components.artifacts import Artifact
+from reflux.components.equalized import equalized
+from reflux.components.models import load_model
 from reflux.components.storage import Store
 
 from .encyclopedia import PACKAGES
@@ -30,6 +32,10 @@ PEERS = FOLDER / "lowbit_peers.txt"
 READER = ("compressed-tensors==0.17.0", "loguru==0.7.3")
 """Read the peers' checkpoints here; the versions in their own environment do not fit our transformers."""
 CALIBRATION = {"passages": 32, "tokens": 384}
+
+
+PLACES = ("path", "table")
+"""Of a subject, where its files lie; what they are is said by digests."""
 
 
 class UnableError(Exception):
@@ -96,9 +102,13 @@ def subject(shop: Workshop, name: str) -> dict[str, Any]:
         run, record = run_of(shop, name)
         found = {"path": str(run / "bundle"), "made_of": record["artifacts"]["calibrate"]["digest"]}
         return {"kind": "kernels" if row.kernels else "bundle", "role": row.role, **found}
-    base = by_peer(shop, row.base, OWN) if row.base else {"path": str(shop.base), "made_of": ""}
+    base = {"path": str(shop.base), "made_of": ""}
+    if row.base:
+        base = by_peer(shop, row.base, OWN)
+    if row.equalized:
+        base = equalized_base(shop)
     found = {"kind": "rounded", "role": row.role, "scheme": row.scheme, **base}
-    return {**found, "table": str(profiled_table(shop))} if row.needs_table else found
+    return {**found, **profiled_table(shop, row.equalized)} if row.needs_table else found
 
 
 def run_of(shop: Workshop, name: str, *, until: str = "") -> tuple[Path, dict[str, Any]]:
@@ -136,13 +146,30 @@ def laid_over(*layers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return config
 
 
-def profiled_table(shop: Workshop) -> Path:
-    """The position table before training, of the run that has seen no text of the domain."""
-    run, record = run_of(shop, PROFILED, until="profile_kv")
-    key, table = record["artifacts"]["profile_kv"]["key"], run / "profiled_table.bin"
-    profile = Artifact.open(Store.open(str(shop.cache / "store")), "profile_kv", key)
+def profile_of(shop: Workshop, equalized: bool) -> Artifact:
+    """The profile that untrained rows begin with, of a run that has seen no text of the domain."""
+    _, record = run_of(shop, PROFILED[equalized], until="profile_kv")
+    return Artifact.open(Store.open(str(shop.cache / "store")), "profile_kv", record["artifacts"]["profile_kv"]["key"])
+
+
+def profiled_table(shop: Workshop, equalized: bool) -> dict[str, str]:
+    """Where the position table before training lies, and what it is part of."""
+    profile = profile_of(shop, equalized)
+    table = shop.cache / "profiles" / f"{profile.key[:12]}.bin"
+    table.parent.mkdir(exist_ok=True)
     table.write_bytes(profile.file("policy_table.bin"))
-    return table
+    return {"table": str(table), "table_of": profile.digest}
+
+
+def equalized_base(shop: Workshop) -> dict[str, str]:
+    """The model in full precision with equalised channels, saved once."""
+    profile = profile_of(shop, True)
+    folder = shop.cache / "equalized" / profile.key[:12]
+    if not folder.exists():
+        partial = folder.with_suffix(".partial")
+        equalized(load_model(shop.base), profile).save_pretrained(partial)
+        partial.replace(folder)
+    return {"path": str(folder), "made_of": profile.digest}
 
 
 def training_prompts(shop: Workshop, text: str) -> list[dict[str, str]]:
