@@ -28,16 +28,19 @@ MODES: dict[str, dict[str, Any]] = {
     "everything": {
         "parallelism": "fsdp2", "lora_rank": 2, "activation_checkpointing": "full", "packing": True,
     },
+    "codes": {"parallelism": "fsdp2", "start_uri": "codes", "weight_zero_points": True},
 }  # fmt: skip
-"""How the work is shared -> the options that ask for it."""
+"""How the work is shared -> the options that ask for it. A start lies in the chain's folder."""
 
 
 def trainer_of(chain: tiny_chain.Chain, **options: Any) -> Trainer:
     """What stage.run builds before its first step."""
     config = chain.training(**options)
     tokenizer = models.load_tokenizer(chain.model)
-    start = find_start(Path(config.start_uri), scheme_of(config)) if config.start_uri else None
-    policy = start.policy() if start else policy_table.decode(chain.profile.file("policy_table.bin"))
+    start = find_start(chain.folder / config.start_uri, scheme_of(config)) if config.start_uri else None
+    policy = start.policy() if start else None
+    if policy is None:
+        policy = policy_table.decode(chain.profile.file("policy_table.bin"))
     student = make_student(config, equalized(models.load_model(chain.model), chain.profile), policy, start)
     loss = DistillationLoss(student, models.load_model(chain.model), tokenizer, config)
     if config.parallelism == "fsdp2" and processes.count() > 1:

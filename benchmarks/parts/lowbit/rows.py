@@ -86,9 +86,10 @@ OF_ANSWERS: dict[str, dict[str, Any]] = {
 """Of docstrings, questions and what is answered to them."""
 OF_TEXT: dict[str, dict[str, Any]] = {
     "collect_traces": {"max_new_tokens": 8},
-    "distill": {"finetune_steps": 118, "rollout_new_tokens": 16},
+    "profile_kv": {"equalization_power": 0.5},
+    "distill": {"finetune_steps": 118, "finetune_student_lr": 1e-4, "rollout_new_tokens": 16},
 }
-"""Of prose alone."""
+"""Of prose alone, with equalised channels: these begin so near that half the rate does better on the training text."""
 HALF_TERNARY: dict[str, dict[str, Any]] = {
     "collect_traces": {"max_new_tokens": 64, "temperature": 1.0, "top_p": 1.0},
     "profile_kv": {"activation_bits": 8, "equalization_power": 0.5},
@@ -104,9 +105,8 @@ def _with(changes: dict[str, dict[str, Any]], **distill: Any) -> dict[str, dict[
     return {**changes, "distill": {**changes["distill"], **distill}}
 
 
-EQUALIZED = {**_with(OF_TEXT, finetune_student_lr=1e-4), "profile_kv": {"equalization_power": 0.5}}
-"""Of prose, with equalised channels. These begin so near that half the rate does better on its training text."""
-
+LONGER = _with(OF_TEXT, finetune_steps=158)
+"""Of as much prose as there are steps."""
 
 ROWS: dict[str, Rounded | Peer | Trained] = {
     "fp32": Rounded(role="full", scheme={"weight_bits": 16, "activation_bits": 16}),
@@ -132,11 +132,10 @@ ROWS: dict[str, Rounded | Peer | Trained] = {
     ),
     "w4a4_plain_equalized": Rounded(role="plain", scheme={"activation": "plain", "zero_points": True}, equalized=True),
     "w4a4_dual_equalized": Rounded(role="undistilled", scheme={"zero_points": True}, equalized=True),
-    "w4a4_distilled": Trained(text=ENCYCLOPEDIA, changes=EQUALIZED),
-    "w4a4_distilled_unequalized": Trained(text=ENCYCLOPEDIA, changes=OF_TEXT),
+    "w4a4_distilled": Trained(text=ENCYCLOPEDIA, changes=LONGER),
     "w4a4_distilled_of_answers": Trained(text=OWN, changes=OF_ANSWERS),
-    "w4a4_distilled_in_domain": Trained(text=IN_DOMAIN, changes=EQUALIZED),
-    "w4a4_deployed": Trained(text=ENCYCLOPEDIA, changes=EQUALIZED, kernels=True),
+    "w4a4_distilled_in_domain": Trained(text=IN_DOMAIN, changes=OF_TEXT),
+    "w4a4_deployed": Trained(text=ENCYCLOPEDIA, changes=LONGER, kernels=True),
     "w279a8_off_policy": Trained(text=CHAT, changes=_with(HALF_TERNARY, on_policy_fraction=0.0)),
     "w279a8_on_policy": Trained(text=CHAT, changes=HALF_TERNARY),
 }
@@ -149,6 +148,6 @@ ORDER = (
     "w4a16_gptq_zero_points_in_domain", "w4a16_rtn", "w4a4_distilled_of_answers", "w4a4_dual",
     "w4a4_dual_zero_points", "w4a4_dual_zero_points_down8", "w4a4_dual_zero_points_embedding8", "w4a4_plain",
     "w4a4_hadamard", "w4a4_smoothquant", "w4a4_deployed", "w4a16_autoround", "w4a16_autoround_of_encyclopedia",
-    "w4a16_awq", "w279a8_off_policy", "w279a8_on_policy", "w4a4_distilled_unequalized",
+    "w4a16_awq", "w279a8_off_policy", "w279a8_on_policy",
 )  # fmt: skip
 """In which they are made: what is asked for most comes first, should the time run out."""

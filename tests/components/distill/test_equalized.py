@@ -16,18 +16,21 @@ from step_in_processes import trainer_of
 from tiny_bundle import write_tiny_bundle
 from tiny_chain import Chain
 
-from reflux.components import models
+from reflux.components import models, sources
 from reflux.components.algorithms.equalization import ChannelPower
 from reflux.components.algorithms.low_bit import Scheme, apply_scheme, watching_sites
 from reflux.components.artifacts import Artifact
 from reflux.components.bundles import policy_table
+from reflux.components.collect_traces.config import CollectTracesConfig
 from reflux.components.distill.replay import keep
+from reflux.components.distill.student import scheme_of
 from reflux.components.distill.trainer import NotFiniteError
 from reflux.components.equalized import equalized
 from reflux.components.evaluate.candidates import candidates
 from reflux.components.profile_kv.config import ProfileKvConfig
 from reflux.components.sequences import padded
 from reflux.pipelines.__main__ import cli
+from reflux.pipelines.doctor.evidence import Evidence, student_of
 
 ONLY_POLICY = {"warmup_steps": 1, "joint_steps": 0, "finetune_steps": 0, "on_policy_fraction": 0.0}
 PROBE = torch.arange(3, 40)[None]
@@ -132,3 +135,15 @@ def test_codes_of_weights_that_were_not_rescaled_are_no_start(chain: Chain, tmp_
 def test_a_power_outside_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match=r"profile_kv.equalization_power .*: must be in \[0, 1\]"):
         ProfileKvConfig(student_uri="x", equalization_power=value)
+
+
+def test_the_doctor_sees_the_rescaled_student(chain: Chain) -> None:
+    config = chain.training(activation="plain")
+    evidence = Evidence(
+        made={"profile_kv": chain.profile},
+        collecting=CollectTracesConfig(teacher=str(chain.model), prompts_uri="unused"),
+        config=config,
+        given={"student_uri": sources.resolve("student_uri", str(chain.model))},
+    )
+    base = equalized(models.load_model(chain.model), chain.profile)
+    assert torch.equal(logits(student_of(evidence)), logits(apply_scheme(base, scheme_of(config))))

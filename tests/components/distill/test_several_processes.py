@@ -14,6 +14,7 @@ import step_in_processes
 import tiny_chain
 import torch
 from step_in_processes import MODES
+from tiny_bundle import write_tiny_bundle
 from tiny_chain import Chain
 
 pytestmark = pytest.mark.slow
@@ -22,14 +23,18 @@ PROGRAM = Path(step_in_processes.__file__)
 
 @pytest.fixture(scope="module")
 def chain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    return tiny_chain.make(tmp_path_factory.mktemp("chain"), tiny_model)
+    made = tiny_chain.make(tmp_path_factory.mktemp("chain"), tiny_model)
+    write_tiny_bundle(made.folder / "codes", tiny_model, activation_bits=16, zero_points=True)
+    (made.folder / "codes" / "quant_config.json").unlink()  # another method's checkpoint has none
+    return made
 
 
 @pytest.fixture(scope="module")
 def alone(chain: Chain) -> dict[str, dict[str, Any]]:
     """One process; ddp and fsdp2 are the same there."""
     plain = step_in_processes.measured(chain)
-    return {"ddp": plain, "fsdp2": plain, "everything": step_in_processes.measured(chain, **MODES["everything"])}
+    others = {mode: step_in_processes.measured(chain, **MODES[mode]) for mode in MODES if mode not in ("ddp", "fsdp2")}
+    return {"ddp": plain, "fsdp2": plain, **others}
 
 
 @pytest.fixture(scope="module")
