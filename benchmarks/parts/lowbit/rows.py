@@ -92,7 +92,7 @@ OF_TEXT: dict[str, dict[str, Any]] = {
 """Of prose alone, with equalised channels: these begin so near that half the rate does better on the training text."""
 HALF_TERNARY: dict[str, dict[str, Any]] = {
     "collect_traces": {"max_new_tokens": 64, "temperature": 1.0, "top_p": 1.0},
-    "profile_kv": {"activation_bits": 8, "equalization_power": 0.5},
+    "profile_kv": {"activation_bits": 8},
     "distill": {
         "exceptions": ["layers.*[02468].*_proj=ternary"], "activation_bits": 8,
         "weight_zero_points": False, "batch_sequences": 8, "finetune_steps": 38, "score_prompts": False,
