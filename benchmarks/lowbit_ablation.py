@@ -94,15 +94,19 @@ def main() -> None:
     print(json.dumps(result))
 
 
+def configured(options: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """The power by which channels are equalised, and the fields of distill's configuration."""
+    return options.get(POWER, 0.0), {name: value for name, value in options.items() if name != POWER}
+
+
 def fresh(
     setting: Setting, options: dict[str, Any], seed: int, given: argparse.Namespace, student: Any
 ) -> tuple[Trainer, int]:
     """A trainer at its first step, of a student that is there or of a new one, and its steps."""
-    options = dict(options)
-    power = options.pop(POWER, 0.0)
+    power, own = configured(options)
     config = DistillConfig(
         teacher=given.model, student_uri=given.model, seed=seed, max_sequence_tokens=setting.longest,
-        rollout_new_tokens=given.answer_tokens, **options,
+        rollout_new_tokens=given.answer_tokens, **own,
     )  # fmt: skip
     needs_policy = scheme_of(config).needs_policy
     if student is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from reflux.components.declare import source
 
-STAGE_VERSION = "15"
+STAGE_VERSION = "16"
 
 
 @dataclass(frozen=True, kw_only=True)

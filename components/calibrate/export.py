@@ -40,6 +40,7 @@ RUNTIME = (
     "components/algorithms/policies.py",
     "components/algorithms/quantizers.py",
     "components/algorithms/rope_tables.py",
+    "components/algorithms/same_function.py",
     "components/algorithms/slot_cache.py",
     "kernels/__init__.py",
     "kernels/dual_scale_quant/__init__.py",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lowbit_ablation import ARMS, BASE
+from lowbit_ablation import ARMS, BASE, configured
 
 from reflux.components.distill import stage
 from reflux.components.distill.config import DistillConfig
@@ -18,10 +18,11 @@ TRIED = ("all parts", "with a verifier")
 
 
 def test_every_arm_is_a_configuration_of_as_many_steps_that_differs_from_the_first() -> None:
-    configs = {arm: [DistillConfig(**BASE | options) for options in trainings] for arm, trainings in ARMS.items()}
-    assert len({str(made) for made in configs.values()}) == len(configs)
-    for arm, made in configs.items():
-        for config in made:
+    parted = {arm: [configured(BASE | options) for options in trainings] for arm, trainings in ARMS.items()}
+    assert len({str(made) for made in parted.values()}) == len(parted)
+    for arm, made in parted.items():
+        for _, options in made:
+            config = DistillConfig(**options)
             steps = sum(phase.steps for phase in stage.schedule(config, has_policy=config.activation == "dual"))
             assert steps >= 20, arm
 
