@@ -130,7 +130,6 @@ ROWS: dict[str, Rounded | Peer | Trained] = {
     "w4a16_equalized": Rounded(
         role="weights_only", scheme={"activation_bits": 16, "zero_points": True}, equalized=True
     ),
-    "w4a4_plain_equalized": Rounded(role="plain", scheme={"activation": "plain", "zero_points": True}, equalized=True),
     "w4a4_dual_equalized": Rounded(role="undistilled", scheme={"zero_points": True}, equalized=True),
     "w4a4_distilled": Trained(text=ENCYCLOPEDIA, changes=LONGER),
     "w4a4_distilled_of_answers": Trained(text=OWN, changes=OF_ANSWERS),
@@ -144,7 +143,7 @@ PROFILED = {False: "w4a4_distilled_of_answers", True: "w4a4_distilled"}
 
 ORDER = (
     "fp32", "w4a16_gptq", "w4a4_distilled", "w4a4_distilled_in_domain", "w4a16_equalized", "w4a4_dual_equalized",
-    "w4a4_plain_equalized", "w4a16_gptq_zero_points", "w4a16_gptq_zero_points_of_encyclopedia",
+    "w4a16_gptq_zero_points", "w4a16_gptq_zero_points_of_encyclopedia",
     "w4a16_gptq_zero_points_in_domain", "w4a16_rtn", "w4a4_distilled_of_answers", "w4a4_dual",
     "w4a4_dual_zero_points", "w4a4_dual_zero_points_down8", "w4a4_dual_zero_points_embedding8", "w4a4_plain",
     "w4a4_hadamard", "w4a4_smoothquant", "w4a4_deployed", "w4a16_autoround", "w4a16_autoround_of_encyclopedia",
