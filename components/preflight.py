@@ -14,6 +14,7 @@ from typing import Any
 from reflux.components import declare, models, registry, sources
 from reflux.components.algorithms.key_tokens import check_strategies
 from reflux.components.algorithms.low_bit import require_fitting
+from reflux.components.algorithms.same_function import require_parts
 from reflux.components.collect_traces.answers import trace_id
 from reflux.components.collect_traces.choice import asked_prompts
 from reflux.components.collect_traces.config import CollectTracesConfig
@@ -22,6 +23,7 @@ from reflux.components.collect_traces.teachers import teacher_ids
 from reflux.components.collect_traces.teachers.server import check_server, configured_servers
 from reflux.components.distill.examples import require_usable
 from reflux.components.distill.memory import need_of, require_memory
+from reflux.components.distill.packed_start import PackedStart
 from reflux.components.distill.stage import remarks as remarks_on_training
 from reflux.components.distill.stage import scheme_of, steps_of
 from reflux.components.distill.start import find_start
@@ -61,9 +63,15 @@ def check(
         raise ValueError(f"distill.{error}") from None
     check_strategies(collect.key_token_strategies, collect.key_token_weights)
     steps_of(distill, has_policy=scheme_of(distill).needs_policy)
+    equalizes = configs["profile_kv"].equalization_power > 0
+    if equalizes:
+        _require_equalizable(student)
     begun_policy = None
     if distill.start_uri:
-        begun_policy = find_start(paths[distill.start_uri], scheme_of(distill), whole=weights).policy()
+        start = find_start(paths[distill.start_uri], scheme_of(distill), whole=weights)
+        if isinstance(start, PackedStart):
+            start.require_same_channels(equalizes)
+        begun_policy = start.policy()
     if distill.compares_layers:
         _require_same_layers(teacher, student)
     require_usable(distill, collect.trace_store, collect.top_k)
@@ -93,6 +101,13 @@ def check(
     if uri := configs["ingest_labels"].labels_uri:
         remarks.append(_labels(paths[uri], prompts, collect, settings, weights))
     return remarks
+
+
+def _require_equalizable(student: Path) -> None:
+    try:
+        require_parts(models.skeleton(student), "equalise")
+    except ValueError as error:
+        raise ValueError(f"{error}; take profile_kv.equalization_power=0") from None
 
 
 def _fetched(configs: Mapping[str, Any], settings: S3Settings | None, weights: bool) -> dict[str, Path]:

@@ -27,12 +27,7 @@ def same_function(model: Any, change: str) -> Iterator[None]:
     ValueError, and an unchanged model, if it lacks PARTS or a weight is not finite; ValueError if it computes something
     else afterwards: then it is built in a way that is not known here.
     """
-    for layer in model.model.layers:
-        for part in PARTS:
-            try:
-                layer.get_submodule(part)
-            except AttributeError:
-                raise ValueError(f"{type(model).__name__}: has no {part}, reflux cannot {change} it") from None
+    require_parts(model, change)
     for name, p in model.named_parameters():
         if not p.isfinite().all():
             raise ValueError(f"{name}: is not finite everywhere; to {change} it would spoil more channels than its own")
@@ -42,6 +37,16 @@ def same_function(model: Any, change: str) -> Iterator[None]:
         raise ValueError(
             f"{type(model).__name__}: computes something else afterwards, reflux does not know how to {change} it"
         )
+
+
+def require_parts(model: Any, change: str) -> None:
+    """ValueError if a decoder layer lacks one of PARTS; the model may be on the meta device."""
+    for layer in model.model.layers:
+        for part in PARTS:
+            try:
+                layer.get_submodule(part)
+            except AttributeError:
+                raise ValueError(f"{type(model).__name__}: has no {part}, reflux cannot {change} it") from None
 
 
 def _probed(model: Any) -> Tensor:

@@ -34,6 +34,14 @@ class PackedStart:
     def policy(self) -> None:
         return None
 
+    def require_same_channels(self, equalized: bool) -> None:
+        """ValueError if the student's channels are equalised: the checkpoint's are not."""
+        if equalized:
+            raise ValueError(
+                f"start_uri {self.folder}: its weights are not rescaled as the profile's are; take "
+                "profile_kv.equalization_power=0"
+            )
+
     def load_into(self, model: Any, base: str) -> None:
         """Its codes, scales, zero points and norms, into a model under the scheme.
 
@@ -41,11 +49,7 @@ class PackedStart:
         norms (AWQ) has scaled weights too, which then begin at the values of their codes. ValueError if the checkpoint
         is of another model, or `model` was equalised.
         """
-        if getattr(model, "is_equalized", False):
-            raise ValueError(
-                f"start_uri {self.folder}: its weights are not rescaled as the profile's are; take "
-                "profile_kv.equalization_power=0"
-            )
+        self.require_same_channels(getattr(model, "is_equalized", False))
         with _opened(self.folder) as tensors:
             low_bit = {name: m for name, m in model.named_modules() if isinstance(m, LowBitLinear)}
             stems = {name.removesuffix(PACKED) for name in tensors if name.endswith(PACKED)}

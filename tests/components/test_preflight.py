@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from servers import openai_server
 from stage_writers import writer_for
+from tiny_bundle import write_tiny_bundle
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from reflux.components import preflight
 from reflux.components.calibrate.config import CalibrateConfig
@@ -87,6 +89,30 @@ def test_more_memory_than_there_is_in_seconds(configs: dict[str, Any], store: St
 def test_groups_that_do_not_fill_the_layers(configs: dict[str, Any], store: Store) -> None:
     with pytest.raises(ValueError, match=r"distill.group_size 48: must divide the 64 input channels of layers"):
         preflight.check(changed(configs, "distill", group_size=48), store)
+
+
+def test_channels_that_cannot_be_equalised(
+    configs: dict[str, Any], store: Store, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Layers that join q, k and v; and a checkpoint whose codes are of channels as they were."""
+    joined = Path(shutil.copytree(tiny_model, tmp_path / "joined"))
+    Phi3ForCausalLM(
+        Phi3Config(
+            vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
+        )
+    ).save_pretrained(joined)  # fmt: skip
+    equalizing = changed(configs, "profile_kv", equalization_power=0.5)
+    with pytest.raises(ValueError, match=r"no self_attn.q_proj, reflux cannot equalise it; take profile_kv.equal.*=0"):
+        preflight.check(with_model(equalizing, "student_uri", joined), store)
+
+    codes = tmp_path / "codes"
+    write_tiny_bundle(codes, tiny_model, activation_bits=16)
+    (codes / "quant_config.json").unlink()
+    starting = changed(equalizing, "distill", start_uri=str(codes))
+    with pytest.raises(ValueError, match=r"not rescaled as the profile's are; take profile_kv.equalization_power=0"):
+        preflight.check(starting, store)
+    assert preflight.check(changed(starting, "profile_kv", equalization_power=0.0), store)
 
 
 @pytest.mark.parametrize(
