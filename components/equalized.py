@@ -10,9 +10,14 @@ from reflux.components.algorithms.equalization import equalize
 from reflux.components.artifacts import Artifact
 
 
+def is_equalized(profile: Artifact) -> bool:
+    """Whether it is of rescaled channels."""
+    return bool(profile.shards("equalization"))
+
+
 def equalized(model: Any, profile: Artifact) -> Any:
     """`model`, changed in place if the profile's was, and returned. ValueError if it is another model than that."""
-    if profile.shards("equalization"):
+    if is_equalized(profile):
         table = profile.table("equalization", ["site", "scale"])
         scales = zip(table["site"].to_pylist(), table["scale"].to_pylist(), strict=True)
         equalize(model, {site: torch.tensor(scale) for site, scale in scales})

@@ -23,7 +23,6 @@ from reflux.components.collect_traces.teachers import teacher_ids
 from reflux.components.collect_traces.teachers.server import check_server, configured_servers
 from reflux.components.distill.examples import require_usable
 from reflux.components.distill.memory import need_of, require_memory
-from reflux.components.distill.packed_start import PackedStart
 from reflux.components.distill.stage import remarks as remarks_on_training
 from reflux.components.distill.stage import scheme_of, steps_of
 from reflux.components.distill.start import find_start
@@ -68,10 +67,8 @@ def check(
         _require_equalizable(student)
     begun_policy = None
     if distill.start_uri:
-        start = find_start(paths[distill.start_uri], scheme_of(distill), whole=weights)
-        if isinstance(start, PackedStart):
-            start.require_same_channels(equalizes)
-        begun_policy = start.policy()
+        found = find_start(paths[distill.start_uri], scheme_of(distill), equalized=equalizes, whole=weights)
+        begun_policy = found.policy()
     if distill.compares_layers:
         _require_same_layers(teacher, student)
     require_usable(distill, collect.trace_store, collect.top_k)
@@ -107,7 +104,7 @@ def _require_equalizable(student: Path) -> None:
     try:
         require_parts(models.skeleton(student), "equalise")
     except ValueError as error:
-        raise ValueError(f"{error}; take profile_kv.equalization_power=0") from None
+        raise ValueError(f"profile_kv.equalization_power: {error}; 0 leaves it as it is") from None
 
 
 def _fetched(configs: Mapping[str, Any], settings: S3Settings | None, weights: bool) -> dict[str, Path]:

@@ -32,6 +32,7 @@ A low-bit student, distilled on its own rollouts by reflux and exported with the
 | layers of other bits | {exceptions} |
 | KV cache, rotary tables | {cache}, {rope} |
 | embedding and lm_head; norms | {embedding}; full precision, {rest} |
+| channels, as profiled | {channels} |
 | parents | {parents} |
 
 ## Use
@@ -64,8 +65,10 @@ calibrate.py's outlier share first.
 VLLM = "PYTHONPATH=runtime vllm serve . --quantization reflux --enforce-eager    # in vLLM, activations rounded as here"
 
 
-def model_card(name: str, model: Any, scheme: Scheme, parents: dict[str, str]) -> str:
-    """Markdown; `model` is the student, whose layers are counted, `parents` are digests by name."""
+def model_card(name: str, model: Any, scheme: Scheme, parents: dict[str, str], *, equalized: bool = False) -> str:
+    """Markdown; `model` is the student, whose layers are counted, `parents` are digests by name. `equalized`: whether
+    its channels were rescaled before anything was rounded.
+    """
     weights, activations = "full precision", "full precision"
     of_weights, of_activations = cost_of_weights(model, scheme), cost_of_activations(model, scheme)
     if of_weights != UNQUANTISED:
@@ -90,7 +93,8 @@ def model_card(name: str, model: Any, scheme: Scheme, parents: dict[str, str]) -
         cache=cache,
         embedding=f"{scheme.embedding_bits} bits" if scheme.rounds_embedding else "full precision",
         rope="full precision" if scheme.rope_bits >= FULL_PRECISION else f"{scheme.rope_bits} bits",
-        rest="turned by a Hadamard matrix, as all weights are" if scheme.rotates else "unchanged",
+        rest="turned by a Hadamard matrix, as all weights are" if scheme.rotates else "not turned",
+        channels="equalised before rounding (profile_kv.equalization_power)" if equalized else "as in the base",
         exceptions=", ".join(f"`{exception}`" for exception in scheme.exceptions) or "none",
         parents=", ".join(f"{parent} `{digest}`" for parent, digest in sorted(parents.items())),
     )

@@ -30,6 +30,7 @@ from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundles import latent, policy_table
 from reflux.components.bundles.bundle import load_bundle, quantized_bits
 from reflux.components.bundles.outliers import FIRST_POSITION
+from reflux.components.equalized import is_equalized
 from reflux.components.sequences import padded
 
 from .card import model_card
@@ -61,7 +62,7 @@ def run(
             thresholds=thresholds,
             fallback_share=config.fallback_outlier_share,
             base_digest=bundle.source_digest("student_uri"),
-            card=model_card(base_path.stem, model, scheme, parents),
+            card=model_card(base_path.stem, model, scheme, parents, equalized=is_equalized(profile)),
         )
         exported = load_bundle(folder)
         _require_equal_weights(model, exported, scheme)

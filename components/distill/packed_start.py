@@ -34,22 +34,13 @@ class PackedStart:
     def policy(self) -> None:
         return None
 
-    def require_same_channels(self, equalized: bool) -> None:
-        """ValueError if the student's channels are equalised: the checkpoint's are not."""
-        if equalized:
-            raise ValueError(
-                f"start_uri {self.folder}: its weights are not rescaled as the profile's are; take "
-                "profile_kv.equalization_power=0"
-            )
-
     def load_into(self, model: Any, base: str) -> None:
         """Its codes, scales, zero points and norms, into a model under the scheme.
 
         Where norms are the student's own, so are the master weights as far as the codes allow; a method that has moved
         norms (AWQ) has scaled weights too, which then begin at the values of their codes. ValueError if the checkpoint
-        is of another model, or `model` was equalised.
+        is of another model.
         """
-        self.require_same_channels(getattr(model, "is_equalized", False))
         with _opened(self.folder) as tensors:
             low_bit = {name: m for name, m in model.named_modules() if isinstance(m, LowBitLinear)}
             stems = {name.removesuffix(PACKED) for name in tensors if name.endswith(PACKED)}
@@ -83,14 +74,19 @@ class PackedStart:
                     raise ValueError(f"start_uri {self.folder}: {name}: {error}") from None
 
 
-def packed_start(folder: Path, scheme: Scheme) -> PackedStart:
-    """The checkpoint in `folder` for a training under `scheme`. ValueError, before any code is read, if it is none, or
-    its weights lie on other grids.
+def packed_start(folder: Path, scheme: Scheme, *, equalized: bool) -> PackedStart:
+    """The checkpoint in `folder` for a training under `scheme`. ValueError, before any code is read, if it is none, its
+    weights lie on other grids, or the student's channels are equalised, which no checkpoint's are.
     """
     if packed_as(folder) is None:
         raise ValueError(
             f"start_uri {folder}: is a model in full precision, which is a student; a training begins with an earlier "
             "distill or with codes of compressed-tensors"
+        )
+    if equalized:
+        raise ValueError(
+            f"start_uri {folder}: its weights are not rescaled as the profile's are; take "
+            "profile_kv.equalization_power=0"
         )
     if scheme.rotates:
         raise ValueError(f"start_uri {folder}: its weights are not turned, rotation {scheme.rotation!r}; take 'none'")

@@ -17,7 +17,7 @@ from reflux.components.algorithms.policies import PositionTable
 from reflux.components.algorithms.schedules import Phase, capped, phase_at
 from reflux.components.artifacts import Artifact, Writer
 from reflux.components.bundles import latent, policy_table
-from reflux.components.equalized import equalized
+from reflux.components.equalized import equalized, is_equalized
 
 from . import parallel, warm_policy
 from .adapters import latent_weights
@@ -48,7 +48,9 @@ def run(
     require_usable(config, stored["trace_store"], int(stored["top_k"]))
     require_shares(config, processes.started())
     remark = require_memory(need_of(config, student_path, student.source("teacher")), config)
-    start = find_start(student.source("start_uri"), scheme_of(config)) if config.start_uri else None
+    start = None
+    if config.start_uri:
+        start = find_start(student.source("start_uri"), scheme_of(config), equalized=is_equalized(profile))
     begun_policy = None if start is None else start.policy()
     needs_table = scheme_of(config).needs_policy and begun_policy is None
     if processes.is_first():

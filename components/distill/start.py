@@ -41,12 +41,12 @@ class Start:
         latent.load_latent(model, self.weights, who="start_uri", base=base)
 
 
-def find_start(place: Path, scheme: Scheme, *, whole: bool = True) -> Start | PackedStart:
-    """The start at `place`, for a training under `scheme`. Unless its weights were left where they are (`whole`), every
-    object is what the manifest says.
+def find_start(place: Path, scheme: Scheme, *, equalized: bool = False, whole: bool = True) -> Start | PackedStart:
+    """The start at `place`, for a training under `scheme`, of a student whose channels may be equalised. Unless its
+    weights were left where they are (`whole`), every object is what the manifest says.
 
-    ValueError if there is no student there, deployed weights of ours instead of master weights, or one of another
-    scheme.
+    ValueError if there is no student there, deployed weights of ours instead of master weights, one of another scheme,
+    or codes of channels that are not equalised for one whose are.
     """
     folder = place.parent if place.name == MANIFEST else place
     if (folder / "quant_config.json").exists():
@@ -55,7 +55,7 @@ def find_start(place: Path, scheme: Scheme, *, whole: bool = True) -> Start | Pa
             "master weights of the distill that it was made from"
         )
     if (folder / "config.json").exists() and not (folder / MANIFEST).exists():
-        return packed_start(folder, scheme)
+        return packed_start(folder, scheme, equalized=equalized)
     files = _objects(folder, whole) if (folder / MANIFEST).exists() else _named(folder)
     own = Scheme.from_json(json.loads(files["scheme.json"].read_text()))
     if own != scheme:

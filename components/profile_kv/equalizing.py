@@ -24,6 +24,11 @@ def equalize_channels(model: Any, tokenizer: Any, rows: Rows, config: ProfileKvC
             reading.output()
     rms = power.rms()
     scales = equalizing_scales(model, rms, config.equalization_power)
-    equalize(model, scales)
+    try:
+        equalize(model, scales)
+    except ValueError as error:
+        raise ValueError(
+            f"profile_kv.equalization_power {config.equalization_power}: {error}; 0 leaves it as it is"
+        ) from None
     written = [{"site": site, "rms": rms[site].tolist(), "scale": scales[site].tolist()} for site in scales]
     return pa.Table.from_pylist(written, EQUALIZATION)

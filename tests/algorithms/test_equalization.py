@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from reflux.components.algorithms.equalization import FIRST_POSITION, ChannelPower, equalize, equalizing_scales
 from reflux.components.algorithms.low_bit import Scheme, apply_scheme, watching_sites
@@ -146,13 +154,15 @@ def test_what_cannot_be_equalised_is_refused(full: Any) -> None:
         equalize(other, scales)
 
 
-def test_a_norm_that_adds_one_to_its_weights_is_found_out(full: Any) -> None:
-    """As Gemma's: divided, they are not those of the channels."""
-    scales = equalizing_scales(full, seen(full)[0], 0.5)
-    norm = full.model.layers[0].input_layernorm
-    norm.register_forward_hook(lambda module, args, out: out / module.weight * (1 + module.weight))
-    with pytest.raises(ValueError, match="does not know how to equalise it"):
-        equalize(full, scales)
+def test_norms_that_add_one_to_their_weights_are_found_out() -> None:
+    """Gemma's: divided, they are not those of the channels."""
+    config = GemmaConfig(
+        vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.1,
+    )  # fmt: skip
+    model = GemmaForCausalLM(config).eval()
+    with pytest.raises(ValueError, match=r"GemmaForCausalLM: computes something else .* how to equalise it"):
+        equalized(model)
 
 
 def test_traces_that_are_too_short_are_refused(full: Any) -> None:

@@ -11,7 +11,17 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "attention_forms.py"
 
-ROWS = ("full", "cache int8", "cache kivi2", "rope 8", "rope 4", "turned", "a4 dual", "w4a4 hadamard")
+ROWS = (
+    "full",
+    "cache int8",
+    "cache kivi2",
+    "rope 8",
+    "rope 4",
+    "turned",
+    "a4 dual",
+    "w4a4 hadamard",
+    "a4 dual, equalised",
+)
 
 
 @pytest.mark.slow
@@ -24,6 +34,6 @@ def test_one_command_measures_every_kind_of_form(tiny_model: Path) -> None:
     assert rows["turned"]["perplexity"] == pytest.approx(full, rel=1e-4)
     changed = {name: row["perplexity"] for name, row in rows.items() if name not in ("full", "turned")}
     assert all(0.5 * full < perplexity < 2 * full and perplexity != full for perplexity in changed.values())
-    assert len(set(changed.values())) == len(changed) == 6
+    assert len(set(changed.values())) == len(changed) == 7
     taken = [rows[name]["kv_cache_bytes"] for name in ("full", "cache kivi2", "cache int8")]
     assert taken == sorted(taken, reverse=True)

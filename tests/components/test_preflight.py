@@ -103,7 +103,9 @@ def test_channels_that_cannot_be_equalised(
         )
     ).save_pretrained(joined)  # fmt: skip
     equalizing = changed(configs, "profile_kv", equalization_power=0.5)
-    with pytest.raises(ValueError, match=r"no self_attn.q_proj, reflux cannot equalise it; take profile_kv.equal.*=0"):
+    with pytest.raises(
+        ValueError, match=r"profile_kv.equalization_power: .* no self_attn.q_proj, reflux cannot equalise"
+    ):
         preflight.check(with_model(equalizing, "student_uri", joined), store)
 
     codes = tmp_path / "codes"

@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
+from reflux.components import declare
 from reflux.components.artifacts import Artifact
 from reflux.components.equalized import equalized
 from reflux.components.models import load_model
 from reflux.components.storage import Store
+from reflux.pipelines import recipes
 
 from .encyclopedia import PACKAGES
 from .rows import CHAT, ENCYCLOPEDIA, OWN, PROFILED, RECIPE, ROWS, Peer, Trained
@@ -105,7 +107,7 @@ def subject(shop: Workshop, name: str) -> dict[str, Any]:
     base = {"path": str(shop.base), "made_of": ""}
     if row.base:
         base = by_peer(shop, row.base, OWN)
-    if row.equalized:
+    elif row.equalized:
         base = equalized_base(shop)
     found = {"kind": "rounded", "role": row.role, "scheme": row.scheme, **base}
     return {**found, **profiled_table(shop, row.equalized)} if row.needs_table else found
@@ -119,8 +121,7 @@ def run_of(shop: Workshop, name: str, *, until: str = "") -> tuple[Path, dict[st
     assert isinstance(row, Trained)
     config = laid_over(RECIPE, row.changes, shop.recipe)
     prompts = training_prompts(shop, row.text)
-    versions = {stage: import_module(f"reflux.components.{stage}.config").STAGE_VERSION for stage in config}
-    key = digest([config, prompts, versions])[:12]
+    key = digest([shop.base.name, recipe_of(config), prompts])[:12]
     run = shop.cache / "runs" / f"{row.text}-{key}"
     record = run / "run.json"
     had = json.loads(record.read_text()) if record.exists() else {"status": "", "artifacts": {}}
@@ -135,6 +136,13 @@ def run_of(shop: Workshop, name: str, *, until: str = "") -> tuple[Path, dict[st
         )  # fmt: skip
         had = json.loads(record.read_text())
     return run, had
+
+
+def recipe_of(config: dict[str, dict[str, Any]]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Stage -> its version, and all fields that decide its result once `config` is laid over the demo's."""
+    stages = recipes.overridden(recipes.demo(), config).stages()
+    versions = {stage: import_module(f"reflux.components.{stage}.config").STAGE_VERSION for stage in stages}
+    return {stage: (versions[stage], declare.hashed_fields(fields)) for stage, fields in stages.items()}
 
 
 def laid_over(*layers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

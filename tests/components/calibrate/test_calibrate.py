@@ -343,7 +343,9 @@ def test_the_card_says_what_the_scheme_costs(tiny_model: Path) -> None:
     assert "# not in vLLM, which does not compute kv_cache, rope_bits" in cached
     assert "vllm serve" not in cached
     narrow = model_card("tiny", model, Scheme(embedding_bits=8), {})
-    assert "| embedding and lm_head; norms | 8 bits; full precision, unchanged |" in narrow
+    assert "| embedding and lm_head; norms | 8 bits; full precision, not turned |" in narrow
+    assert "| channels, as profiled | as in the base |" in narrow
+    assert "| equalised before rounding" in model_card("tiny", model, Scheme(), {}, equalized=True)
     assert "# not in vLLM, which does not compute embedding_bits" in narrow
     unquantised = model_card("tiny", model, Scheme(weight_bits=16, activation_bits=16), {})
     assert "| weights | full precision |\n| activations | full precision |" in unquantised

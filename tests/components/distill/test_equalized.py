@@ -97,13 +97,12 @@ def test_a_training_begins_with_the_rescaled_weights(chain: Chain, student: Arti
 
 def test_it_is_evaluated_beside_what_it_began_with(chain: Chain, tmp_path: Path) -> None:
     scheme, policy = Scheme(group_size=32), policy_table.decode(chain.profile.file("policy_table.bin"))
-    begun = lambda: equalized(models.load_model(chain.model), chain.profile)  # noqa: E731
-    found = {
-        c.role: c
-        for c in candidates(
-            teacher=None, student=chain.model, bundle=tmp_path, scheme=scheme, policy=policy, begun=begun
-        )
-    }
+
+    def begun() -> Any:
+        return equalized(models.load_model(chain.model), chain.profile)
+
+    compared = candidates(teacher=None, student=chain.model, bundle=tmp_path, scheme=scheme, policy=policy, begun=begun)
+    found = {candidate.role: candidate for candidate in compared}
     expected = logits(apply_scheme(begun(), scheme, policy))
     assert torch.equal(logits(found["undistilled"].load()), expected)
     unscaled = logits(apply_scheme(models.load_model(chain.model), scheme.weights_only()))
